@@ -1,0 +1,158 @@
+"""What the torch.distributed backends share. Nothing outside this room touches c10d.
+
+The backend objects are used directly, without the default process group: they belong to one
+generation, and a dropped reference ends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from rtx_distributed.comm.communicator import Communicator, DoneHandle, Handle, ReduceOp
+from rtx_distributed.errors import CommError
+
+_OPS: dict[ReduceOp, Any] = {
+    "sum": c10d.ReduceOp.SUM,
+    "min": c10d.ReduceOp.MIN,
+    "max": c10d.ReduceOp.MAX,
+}
+
+
+class C10dHandle:
+    """Wraps a c10d work object; a failure names the operation, the rank and the world."""
+
+    __slots__ = ("_keep", "_what", "_work")
+
+    def __init__(self, work: Any, what: str, keep: object) -> None:
+        self._work = work
+        self._what = what
+        self._keep = keep  # the tensors must live until the transport is done with them
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CommError(f"{self._what} failed: {first_line(error)}") from error
+        finally:
+            self._keep = None
+
+
+class C10dCommunicator(Communicator):
+    """Collectives over one c10d backend object."""
+
+    def __init__(
+        self, group: Any, *, backend: str, rank: int, world_size: int, generation: int
+    ) -> None:
+        self._group = group
+        self.backend = backend
+        self.rank = rank
+        self.world_size = world_size
+        self.generation = generation
+
+    def all_reduce(
+        self, tensor: torch.Tensor, *, op: ReduceOp = "sum", async_op: bool = False
+    ) -> Handle:
+        if tensor.numel() == 0:  # an empty collective would be no proof that others entered
+            return DoneHandle()
+        options = c10d.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        return self._run(
+            f"all_reduce of {tensor.numel()} {tensor.dtype}",
+            lambda: self._group.allreduce([tensor], options),
+            tensor,
+            async_op,
+        )
+
+    def broadcast(self, tensor: torch.Tensor, *, root: int = 0, async_op: bool = False) -> Handle:
+        if tensor.numel() == 0:
+            return DoneHandle()
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        return self._run(
+            f"broadcast of {tensor.numel()} {tensor.dtype} from rank {root}",
+            lambda: self._group.broadcast([tensor], options),
+            tensor,
+            async_op,
+        )
+
+    def all_gather(
+        self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False
+    ) -> Handle:
+        if output.numel() == 0:
+            return DoneHandle()
+        return self._run(
+            f"all_gather of {output.numel()} {output.dtype}",
+            lambda: self._group._allgather_base(output, tensor),
+            (output, tensor),
+            async_op,
+        )
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False
+    ) -> Handle:
+        if tensor.numel() == 0:
+            return DoneHandle()
+        return self._run(
+            f"reduce_scatter of {tensor.numel()} {tensor.dtype}",
+            lambda: self._group._reduce_scatter_base(output, tensor),
+            (output, tensor),
+            async_op,
+        )
+
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0) -> Handle:
+        return self._run(
+            f"send to rank {to}", lambda: self._group.send([tensor], to, tag), tensor, True
+        )
+
+    def recv(self, tensor: torch.Tensor, *, source: int, tag: int = 0) -> Handle:
+        return self._run(
+            f"receive from rank {source}",
+            lambda: self._group.recv([tensor], source, tag),
+            tensor,
+            True,
+        )
+
+    def _run(self, what: str, call: Callable[[], Any], keep: object, async_op: bool) -> Handle:
+        what = f"{what} on rank {self.rank} of {self.world_size} ({self.backend})"
+        try:
+            work = call()
+        except RuntimeError as error:
+            raise CommError(f"{what} failed: {first_line(error)}") from error
+        handle = C10dHandle(work, what, keep)
+        if not async_op:
+            handle.wait()
+        return handle
+
+    def close(self) -> None:
+        self._group = None
+
+
+def connect_store(host: str, port: int, prefix: str, *, timeout_s: float) -> c10d.Store:
+    """Connects to the run's key-value store; every generation has a prefix of its own."""
+    try:
+        store = c10d.TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CommError(
+            f"cannot reach the store at `{host}:{port}`: {first_line(error)}"
+        ) from error
+    return c10d.PrefixStore(prefix, store)
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

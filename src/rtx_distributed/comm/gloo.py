@@ -1,0 +1,101 @@
+"""Gloo over TCP: the backend of CPU workers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from rtx_distributed.comm.c10d import C10dCommunicator, first_line
+from rtx_distributed.errors import CommError
+
+
+class GlooCommunicator(C10dCommunicator):
+    """Gloo as torch 2.11 to 2.13 offer it.
+
+    ``ProcessGroupGloo.abort`` does nothing there, so :meth:`abort` shuts the group's own sockets
+    down: a collective that waits on a stopped peer then raises within milliseconds.
+    """
+
+    def __init__(
+        self,
+        store: c10d.Store,
+        *,
+        rank: int,
+        world_size: int,
+        generation: int,
+        timeout_s: float,
+        loopback: bool,
+    ) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=timeout_s)
+        # On one node the own host name is never resolved: it need not be in any hosts file.
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        before = _stream_sockets()
+        try:
+            if interface:
+                device = dist.ProcessGroupGloo.create_device(interface=interface)
+            elif loopback:
+                device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+            else:
+                device = dist.ProcessGroupGloo.create_default_device()
+            options._devices = [device]
+            options._threads = 2
+            group = dist.ProcessGroupGloo(store, rank, world_size, options)
+        except RuntimeError as error:
+            raise CommError(
+                f"gloo could not form generation {generation} on rank {rank} of {world_size}: "
+                f"{first_line(error)}"
+            ) from error
+        self._sockets = sorted(_stream_sockets() - before)
+        super().__init__(
+            group, backend="gloo", rank=rank, world_size=world_size, generation=generation
+        )
+
+    def abort(self) -> None:
+        for descriptor in self._sockets:
+            try:
+                sock = socket.socket(fileno=os.dup(descriptor))
+            except OSError:
+                continue
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # already closed by the peer
+            finally:
+                sock.close()
+
+    def barrier(self) -> None:
+        self.all_reduce(torch.ones(1, dtype=torch.int64)).wait()
+
+    def close(self) -> None:
+        super().close()
+        self._sockets = []
+
+
+def _stream_sockets() -> set[int]:
+    """Descriptors of this process's connected TCP sockets (a listener must not be shut down: gloo
+    ends the process when its accept loop fails)."""
+    found: set[int] = set()
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        try:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            sock = socket.socket(fileno=os.dup(descriptor))
+        except OSError:
+            continue
+        try:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                sock.getpeername()
+                found.add(descriptor)
+        except OSError:
+            pass
+        finally:
+            sock.close()
+    return found

@@ -1,0 +1,183 @@
+"""Replication: weights and optimizer state on every rank, gradients summed over all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rtx_distributed.comm import BucketReducer, Communicator
+from rtx_distributed.parallel.buffers import SlotBuffers
+from rtx_distributed.parallel.optimizer import (
+    state_tensors,
+    step_scaled,
+    takes_grad_scale,
+)
+
+
+@dataclass(slots=True)
+class StepSums:
+    """What this rank's slots add to the step. Device scalars stay on the device until the end."""
+
+    loss: torch.Tensor  # float64 scalar, summed over counted tokens
+    counted: torch.Tensor  # float64 scalar
+    samples: int = 0
+    nonfinite_loss: torch.Tensor | None = None  # bool scalar
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A step's sums over all ranks; every rank holds the same bits."""
+
+    loss_sum: float
+    counted: float
+    samples: int
+    slots: int
+    grad_norm: float  # of the gradient as accumulated, before any factor
+    nonfinite_ranks: tuple[int, ...]
+    exposed_s: float
+    buffers: torch.Tensor = field(repr=False)
+
+
+class Replicate:
+    """How a replicated model takes part in a step: begin, slots, reduce, then apply or drop."""
+
+    name = "none"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        *,
+        device: torch.device,
+        bucket_bytes: int = 25 * 2**20,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self._communicator = communicator
+        self.names: dict[torch.Tensor, str] = {
+            p: plain_name(name) for name, p in model.named_parameters()
+        }
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._parameters = trained
+        self.reducer = BucketReducer(trained, communicator, bucket_bytes=bucket_bytes)
+        self.buffers = SlotBuffers(model)
+        self._scales_inside = takes_grad_scale(optimizer)
+
+    def begin(self) -> None:
+        """Starts an attempt at a step from committed state."""
+        self.reducer.begin()
+        self.buffers.begin()
+
+    def begin_slot(self, *, last: bool) -> None:
+        self.buffers.restore()
+        if last:
+            self.reducer.arm()
+
+    def end_slot(self, slot: int) -> None:
+        self.buffers.collect(slot)
+
+    def reduce(self, sums: StepSums, *, slots: int, total_slots: int) -> Reduced:
+        """Reduces what backward has left and the step's sums; returns when all has arrived.
+
+        Args:
+            slots: of this rank.
+            total_slots: of the step.
+        """
+        self.reducer.flush()
+        tail = self._tail(sums, slots)
+        start = time.perf_counter()
+        handle = self._communicator.all_reduce(tail, async_op=True)
+        self.reducer.wait()
+        handle.wait()
+        exposed = time.perf_counter() - start
+        norm = self.reducer.squared_norm()
+        world = self._communicator.world_size
+        numbers = torch.cat([tail[: 4 + world], norm.sqrt().to(tail.device).reshape(1)]).tolist()
+        flags = tail[4 + world : 4 + world + len(self._parameters)]
+        self.reducer.expose([value > 0 for value in flags.tolist()])
+        return Reduced(
+            loss_sum=numbers[0],
+            counted=numbers[1],
+            samples=round(numbers[2]),
+            slots=total_slots,
+            grad_norm=numbers[-1],
+            nonfinite_ranks=tuple(r for r in range(world) if numbers[4 + r] > 0),
+            exposed_s=exposed,
+            buffers=tail[4 + world + len(self._parameters) :],
+        )
+
+    def _tail(self, sums: StepSums, slots: int) -> torch.Tensor:
+        """[loss, counted, samples, slots, non-finite by rank, used by parameter, buffers]."""
+        world = self._communicator.world_size
+        by_rank = torch.zeros(world, dtype=torch.float64, device=self.device)
+        if sums.nonfinite_loss is not None:
+            by_rank[self._communicator.rank] = sums.nonfinite_loss.double()
+        counts = torch.tensor([sums.samples, slots], dtype=torch.float64, device=self.device)
+        used = torch.tensor(self.reducer.used(), dtype=torch.float64, device=self.device)
+        parts = [sums.loss.reshape(1), sums.counted.reshape(1), counts, by_rank, used]
+        return torch.cat(parts + [p.to(self.device) for p in self.buffers.payload()])
+
+    def apply(self, reduced: Reduced, *, factor: float, lr: float) -> None:
+        """Commits: one optimizer update from the reduced gradient times ``factor``."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        if factor == 1.0:
+            self.optimizer.step()
+        elif self._scales_inside:
+            step_scaled(self.optimizer, factor, self.device)
+        else:
+            self.reducer.scale(factor)
+            self.optimizer.step()
+        self.buffers.commit(reduced.buffers, slots=reduced.slots)
+
+    def drop(self) -> None:
+        """Forgets the attempt: gradients and buffers are as they were before it."""
+        self.reducer.begin()
+        self.buffers.restore()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All committed tensors by name: weights, persistent buffers, optimizer state.
+
+        Tied weights stand once, under their first name.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            found[plain_name(name)] = parameter.detach()
+        persistent = set(self.model.state_dict())
+        for name, buffer in self.model.named_buffers():
+            if name in persistent:
+                found[plain_name(name)] = buffer
+        return found | state_tensors(self.optimizer, self.names)
+
+    def aliases(self) -> dict[str, str]:
+        """Second names of tied weights, and the name under which each is kept."""
+        found: dict[str, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            kept = self.names[parameter]
+            if plain_name(name) != kept:
+                found[plain_name(name)] = kept
+        return found
+
+    def sync_from_first(self) -> None:
+        """Copies rank 0's weights and buffers to all ranks."""
+        for tensor in _unique([*self.model.parameters(), *self.model.buffers()]):
+            self._communicator.broadcast(tensor.detach())
+        self.buffers.reload()
+
+    def close(self) -> None:
+        self.reducer.close()
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put in front of it."""
+    parts = [part for part in name.removeprefix("module.").split(".") if part != "_orig_mod"]
+    return ".".join(parts)
+
+
+def _unique(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
