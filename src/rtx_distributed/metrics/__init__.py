@@ -4,14 +4,24 @@
 
 from __future__ import annotations
 
-from rtx_distributed.metrics.files import JsonlWriter, dumps, write_json_atomic
+from rtx_distributed.metrics.clock import PHASES, PhaseClock
+from rtx_distributed.metrics.console import Console, PlainConsole, make_console
+from rtx_distributed.metrics.files import JsonlWriter, dumps, finite, write_json_atomic
+from rtx_distributed.metrics.memory import PeakMemory
 from rtx_distributed.metrics.rows import SlotRow, StepRow, merge, merge_samples
 
 __all__ = [
+    "PHASES",
+    "Console",
     "JsonlWriter",
+    "PeakMemory",
+    "PhaseClock",
+    "PlainConsole",
     "SlotRow",
     "StepRow",
     "dumps",
+    "finite",
+    "make_console",
     "merge",
     "merge_samples",
     "write_json_atomic",
