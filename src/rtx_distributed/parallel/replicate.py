@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rtx_distributed.comm import BucketReducer, Communicator
+from rtx_distributed.model import parameter_aliases, plain_name
 from rtx_distributed.parallel.buffers import SlotBuffers
 from rtx_distributed.parallel.optimizer import (
     state_tensors,
@@ -156,12 +157,7 @@ class Replicate:
 
     def aliases(self) -> dict[str, str]:
         """Second names of tied weights, and the name under which each is kept."""
-        found: dict[str, str] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            kept = self.names[parameter]
-            if plain_name(name) != kept:
-                found[plain_name(name)] = kept
-        return found
+        return parameter_aliases(self.model)
 
     def sync_from_first(self) -> None:
         """Copies rank 0's weights and buffers to all ranks."""
@@ -171,12 +167,6 @@ class Replicate:
 
     def close(self) -> None:
         self.reducer.close()
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put in front of it."""
-    parts = [part for part in name.removeprefix("module.").split(".") if part != "_orig_mod"]
-    return ".".join(parts)
 
 
 def _unique(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

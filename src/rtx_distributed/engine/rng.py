@@ -1,0 +1,36 @@
+"""Random numbers by slot: what a slot draws depends on (seed, step, slot), never on the rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def seed_streams(seed: int) -> None:
+    """Seeds the streams that user code draws from: Python's, NumPy's and torch's (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def kept_streams() -> Iterator[None]:
+    """Puts the streams back at the end, so that slots do not disturb what runs around them."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    device = torch.cuda.get_rng_state() if _device_in_use() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+
+
+def _device_in_use() -> bool:
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
