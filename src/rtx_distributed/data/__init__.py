@@ -22,17 +22,27 @@ from rtx_distributed.data.plan import (
     evaluation_slots,
     slot_seed,
 )
+from rtx_distributed.data.sources import DataSettings, OpenedData, open_dataset
+from rtx_distributed.data.tokenfiles import TokenIndex, TokenWriter
+from rtx_distributed.data.tokens import TokenArray, TokenDataset
 
 __all__ = [
     "ORDER_VERSION",
     "BatchPlan",
+    "DataSettings",
     "GivenOrder",
+    "OpenedData",
     "Order",
     "SampleOrder",
     "Slot",
     "StreamOrder",
+    "TokenArray",
+    "TokenDataset",
+    "TokenIndex",
+    "TokenWriter",
     "contiguous_share",
     "evaluation_slots",
+    "open_dataset",
     "permute",
     "slot_seed",
 ]
