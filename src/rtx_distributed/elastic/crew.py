@@ -1,0 +1,213 @@
+"""The processes of a run on this node: warm parent, store, workers; made, watched, killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rtx_distributed.elastic.board import Board
+from rtx_distributed.elastic.job import Job
+from rtx_distributed.elastic.links import serve
+from rtx_distributed.elastic.nursery import Nursery, NurseryError, inherited_thread_settings
+from rtx_distributed.elastic.processes import kill_session, reap
+from rtx_distributed.elastic.recorder import Recorder
+from rtx_distributed.elastic.spawn import SpawnRequest
+
+_NO_ONE = -1
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker's process; it leads a session of its own with the same number."""
+
+    number: int
+    pid: int
+    board: Board
+    alive: bool = True
+
+
+class Crew:
+    """Makes and watches the processes of ``job``.
+
+    Args:
+        job: see there.
+        first_worker: number of the first worker.
+        recorder: hears the workers.
+        on_death: called with a worker and its exit code (minus a signal's number; None: unknown).
+        on_store_death: called with the store's.
+        on_signal: called with -1 and a signal's number when warm parent or store received one.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        first_worker: int,
+        recorder: Recorder,
+        on_death: Callable[[Worker, int | None], None],
+        on_store_death: Callable[[int | None], None],
+        on_signal: Callable[[int, int], None],
+    ) -> None:
+        self.numbers = list(range(first_worker, first_worker + job.workers))
+        self.workers: dict[int, Worker] = {}
+        self.sessions: set[int] = set()
+        self._job = job
+        self._recorder = recorder
+        self._on_death = on_death
+        self._on_store_death = on_store_death
+        self._on_signal = on_signal
+        self._token = secrets.token_hex(16)
+        self._logs = job.run_dir / "logs"
+        self._logs.mkdir(exist_ok=True)
+        self._nursery = Nursery(on_signal=lambda number: on_signal(-2, number))
+        self._pidfds: set[int] = set()
+        self._links: set[asyncio.Task[None]] = set()
+        self._none_alive = asyncio.Event()
+
+    @property
+    def alive(self) -> bool:
+        """Whether any worker's process is alive."""
+        return any(worker.alive for worker in self.workers.values())
+
+    def log_of(self, number: int) -> Path:
+        return self._logs / f"worker-{number}.log"
+
+    async def start(self) -> None:
+        """Starts the warm parent, the store and all workers.
+
+        Raises:
+            NurseryError: one of them could not be started.
+        """
+        await self._nursery.start(preload=self._job.preload, log=self._logs / "warm-parent.log")
+        if self._nursery.pid is not None:
+            self.sessions.add(self._nursery.pid)
+        if self._job.store:
+            host, port = await self._start_store()
+            self._recorder.set_store(host, port)
+        for place, number in enumerate(self.numbers):
+            await self._start_worker(number, place)
+
+    async def all_ended(self) -> None:
+        """Waits until no worker's process is alive."""
+        await self._none_alive.wait()
+
+    async def _start_worker(self, number: int, place: int) -> None:
+        ours, theirs = socket.socketpair()
+        board, board_descriptor = Board.create()
+        try:
+            request = self._request("worker", number, place, self.log_of(number))
+            pid = await self._nursery.fork(request, (theirs.fileno(), board_descriptor))
+        finally:
+            theirs.close()
+            os.close(board_descriptor)
+        worker = Worker(number, pid, board)
+        self.workers[number] = worker
+        self.sessions.add(pid)
+        self._recorder.started(number, pid=pid, node=socket.gethostname())
+        reader, writer = await asyncio.open_connection(sock=ours)
+        link = serve(
+            reader,
+            writer,
+            receiver=self._recorder,
+            token=self._token,
+            expected=lambda hello: hello.worker == number and hello.pid == pid,
+        )
+        task = asyncio.get_running_loop().create_task(link)
+        self._links.add(task)
+        task.add_done_callback(self._links.discard)
+        self._watch(pid, lambda code: self._worker_ended(worker, code))
+
+    def _worker_ended(self, worker: Worker, code: int | None) -> None:
+        worker.alive = False
+        self._on_death(worker, code)
+        if len(self.workers) == len(self.numbers) and not self.alive:
+            self._none_alive.set()
+
+    async def _start_store(self) -> tuple[str, int]:
+        ours, theirs = socket.socketpair()
+        try:
+            request = self._request("store", _NO_ONE, 0, self._logs / "store.log")
+            pid = await self._nursery.fork(request, (theirs.fileno(),))
+        finally:
+            theirs.close()
+        self.sessions.add(pid)
+        self._watch(pid, self._on_store_death)
+        reader, self._store_writer = await asyncio.open_connection(sock=ours)
+        line = (await reader.readline()).split()
+        if len(line) != 2 or line[0] != b"port":
+            raise NurseryError(f"the key-value store did not start (see `{self._logs}/store.log`)")
+        task = asyncio.get_running_loop().create_task(self._hear_store(reader))
+        self._links.add(task)
+        task.add_done_callback(self._links.discard)
+        return "127.0.0.1", int(line[1])
+
+    async def _hear_store(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(OSError):
+            while line := await reader.readline():
+                self._on_signal(-3, int(line.split()[1]))
+
+    def _request(self, kind: str, number: int, place: int, log: Path) -> SpawnRequest:
+        job = self._job
+        environment = inherited_thread_settings() | {"OMP_NUM_THREADS": str(job.threads)}
+        if job.environments and kind == "worker":
+            environment |= job.environments[place]
+        return SpawnRequest(
+            kind=kind,
+            worker=number,
+            supervisor=os.getpid(),
+            token=self._token,
+            entry=job.entry,
+            payload=msgspec.msgpack.encode(job.payload),
+            log=str(log.absolute()),
+            environment=environment,
+            cores=list(job.cores[place]) if job.cores and kind == "worker" else [],
+            threads=job.threads if kind == "worker" else 1,
+            sys_path=list(sys.path),
+        )
+
+    def _watch(self, pid: int, on_end: Callable[[int | None], None]) -> None:
+        """Calls ``on_end`` when the process ends, which its pidfd alone tells: a socket stays open
+        in whatever the process forked. Its whole session is killed before its number is free."""
+        loop = asyncio.get_running_loop()
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:  # ended, and reaped by another subreaper
+            loop.call_soon(on_end, None)
+            return
+        self._pidfds.add(descriptor)
+
+        def ended() -> None:
+            loop.remove_reader(descriptor)
+            self._pidfds.discard(descriptor)
+            os.close(descriptor)
+            kill_session(pid)
+            on_end(reap(pid))
+
+        loop.add_reader(descriptor, ended)
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the run, stopped ones included."""
+        self._nursery.close()
+        loop = asyncio.get_running_loop()
+        for descriptor in self._pidfds:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+        self._pidfds.clear()
+        for session in self.sessions:
+            kill_session(session)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for task in self._links:
+            task.cancel()
+        for worker in self.workers.values():
+            worker.board.close()

@@ -1,0 +1,266 @@
+"""Messages of the control plane: typed, versioned, bounded in length, never pickled.
+
+A frame is four bytes of length (big-endian) and that many bytes of msgpack. The first message of
+a connection is `Hello`; it carries the protocol's version and the job's token. Everything after
+it is one of `FromWorker` or `ToWorker`. A field more than expected is ignored, a missing or wrong
+one makes the message malformed.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, TypeVar
+
+import msgspec
+
+from rtx_distributed.elastic.generation import Generation
+from rtx_distributed.metrics import StepRow
+
+PROTOCOL = 1
+MAX_FRAME = 64 * 1024 * 1024
+MAX_HELLO = 16 * 1024
+HEADER = struct.Struct(">I")
+
+
+class MalformedFrame(ValueError):
+    """The bytes received are no message; the frame is dropped."""
+
+
+class OversizedFrame(MalformedFrame):
+    """A frame longer than its bound; the connection cannot be followed any further."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag_field="kind"):
+    pass
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """First message of a worker."""
+
+    token: str
+    protocol: int
+    worker: int
+    pid: int
+    node: str
+
+
+class Ready(_Message, frozen=True, tag="ready"):
+    """The worker can take part in a generation."""
+
+    device: str
+
+
+class Facts(_Message, frozen=True, tag="facts"):
+    """What the progress and the utilisation of the model are computed from; None: unknown."""
+
+    total_steps: int
+    peak_flops_per_device: float | None
+    flops_per_token: float | None
+
+
+class Committed(_Message, frozen=True, tag="committed"):
+    """This worker committed a step."""
+
+    row: StepRow
+
+
+class Event(_Message, frozen=True, tag="event"):
+    """A line for ``events.jsonl``."""
+
+    name: str
+    fields: dict[str, Any]
+
+
+class Warn(_Message, frozen=True, tag="warn"):
+    """A warning for the console, where each text appears once."""
+
+    text: str
+
+
+class Resumed(_Message, frozen=True, tag="resumed"):
+    """The worker's state is that after ``step`` committed steps; rows from there on must go."""
+
+    step: int
+    path: str | None
+    passed_over: tuple[str, ...]
+    cause: str
+
+
+class ShardWritten(_Message, frozen=True, tag="shard_written"):
+    """This worker's part of a checkpoint lies in ``folder``, or ``error`` says why not.
+
+    ``report`` is the checkpoint room's shard report, ``manifest`` what the manifest says of the
+    run (one worker is enough), both in their msgpack form.
+    """
+
+    step: int
+    folder: str
+    report: bytes | None
+    manifest: bytes | None
+    error: str | None
+
+
+class Fault(_Message, frozen=True, tag="fault"):
+    """An exception on a worker. ``time`` is its CLOCK_MONOTONIC, comparable on one node."""
+
+    type: str
+    text: str
+    traceback: str
+    comm: bool
+    exit_code: int
+    time: float
+    step: int | None
+    phase: str | None
+
+
+class Signalled(_Message, frozen=True, tag="signalled"):
+    """The worker received a signal that means: stop at the next step boundary."""
+
+    signal: int
+
+
+class Done(_Message, frozen=True, tag="done"):
+    """The worker has finished its work and waits for the others."""
+
+    summary: dict[str, Any]
+
+
+class Announce(_Message, frozen=True, tag="announce"):
+    """The generation to train in."""
+
+    generation: Generation
+
+
+class StopRequested(_Message, frozen=True, tag="stop_requested"):
+    """Stop at the next step boundary."""
+
+    reason: str
+
+
+class CheckpointPublished(_Message, frozen=True, tag="checkpoint_published"):
+    """The checkpoint is whole and in its place."""
+
+    step: int
+    path: str
+
+
+class CheckpointFailed(_Message, frozen=True, tag="checkpoint_failed"):
+    """The attempt was dropped; training goes on."""
+
+    step: int
+    reason: str
+
+
+class ResumeReady(_Message, frozen=True, tag="resume_ready"):
+    """The files are cut back to steps below ``step``."""
+
+    step: int
+    dropped_rows: int
+    error: str | None
+
+
+class Abort(_Message, frozen=True, tag="abort"):
+    """The run ends because of another worker; nobody should wait for anything."""
+
+    reason: str
+
+
+class Farewell(_Message, frozen=True, tag="farewell"):
+    """All members are done: leave."""
+
+
+FromWorker = (
+    Ready | Facts | Committed | Event | Warn | Resumed | ShardWritten | Fault | Signalled | Done
+)
+ToWorker = (
+    Announce
+    | StopRequested
+    | CheckpointPublished
+    | CheckpointFailed
+    | ResumeReady
+    | Abort
+    | Farewell
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_hello = msgspec.msgpack.Decoder(Hello)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """``message`` as a frame.
+
+    Raises:
+        OversizedFrame: longer than `MAX_FRAME`.
+    """
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME:
+        raise OversizedFrame(
+            f"a `{type(message).__name__}` of {len(body)} bytes; at most {MAX_FRAME} are allowed"
+        )
+    return HEADER.pack(len(body)) + body
+
+
+def check_length(length: int, *, bound: int = MAX_FRAME) -> int:
+    """``length`` as a header announced it.
+
+    Raises:
+        OversizedFrame: above ``bound``.
+        MalformedFrame: zero: no message is empty.
+    """
+    if length > bound:
+        raise OversizedFrame(f"a frame of {length} bytes; at most {bound} are allowed")
+    if length == 0:
+        raise MalformedFrame("an empty frame")
+    return length
+
+
+def decode_hello(body: bytes) -> Hello:
+    """Raises `MalformedFrame` where ``body`` is no `Hello`."""
+    return _decoded(_hello, body)
+
+
+def decode_from_worker(body: bytes) -> FromWorker:
+    """Raises `MalformedFrame` where ``body`` is none of `FromWorker`."""
+    return _decoded(_from_worker, body)
+
+
+def decode_to_worker(body: bytes) -> ToWorker:
+    """Raises `MalformedFrame` where ``body`` is none of `ToWorker`."""
+    return _decoded(_to_worker, body)
+
+
+_T = TypeVar("_T")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedFrame(f"{len(body)} bytes that are no message: {error}") from error
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames, whatever the pieces it arrives in."""
+
+    def __init__(self, *, bound: int = MAX_FRAME) -> None:
+        self._bound = bound
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies of the frames that ``data`` completes.
+
+        Raises:
+            MalformedFrame: a length out of bounds; the stream is unusable from there on.
+        """
+        self._buffer += data
+        bodies = []
+        while len(self._buffer) >= HEADER.size:
+            length = check_length(HEADER.unpack_from(self._buffer)[0], bound=self._bound)
+            end = HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            bodies.append(bytes(self._buffer[HEADER.size : end]))
+            del self._buffer[:end]
+        return bodies

@@ -1,0 +1,418 @@
+"""Hears all members and writes the run folder's files.
+
+One object in one event loop, free of torch: in the supervisor, or in a thread of rank 0 where
+another launcher started the ranks. It owns the membership's state, journals each decision before
+anybody hears of it, and answers the members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rtx_distributed.elastic import membership as ms
+from rtx_distributed.elastic import messages as m
+from rtx_distributed.elastic.failure import Place
+from rtx_distributed.elastic.generation import Generation
+from rtx_distributed.elastic.journal import Journal
+from rtx_distributed.elastic.links import Link
+from rtx_distributed.elastic.publish import CheckpointCollector, Publisher
+from rtx_distributed.elastic.rows import RowCollector
+from rtx_distributed.errors import RtxError
+from rtx_distributed.metrics import (
+    Console,
+    JsonlWriter,
+    StepRow,
+    merge,
+    merge_samples,
+    write_json_atomic,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """Where the recorder lives, as far as it needs to know."""
+
+    def signalled(self, worker: int, number: int) -> None:
+        """A worker received a signal that means "stop"."""
+
+    def faulted(self, worker: int, fault: m.Fault) -> None:
+        """A worker reported an exception."""
+
+    def run_failed(self) -> None:
+        """The run cannot go on: the failure itself was reported before."""
+
+    def fatal(self, error: RtxError) -> None:
+        """The recorder itself cannot go on."""
+
+
+class Recorder:
+    """See the module. All methods are to be called in the event loop.
+
+    Args:
+        run_dir: the run folder, whose lock the caller holds.
+        workers: how many members form the first generation.
+        console: where people look.
+        host: see `Host`.
+        publisher: publishes checkpoints and applies retention.
+        journal: open; its past decides which numbers come next.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        workers: int,
+        console: Console,
+        host: Host,
+        publisher: Publisher,
+        journal: Journal,
+    ) -> None:
+        self.run_dir = run_dir
+        self.summaries: dict[int, dict[str, Any]] = {}
+        self.rejects = 0
+        self._console = console
+        self._host = host
+        self._journal = journal
+        self._state = ms.State(expected=workers, last_number=journal.past.last_generation)
+        self._links: dict[int, Link] = {}
+        self._finished = False
+        self._stop: str | None = None
+        self._events = JsonlWriter(run_dir / "events.jsonl")
+        self._metrics = JsonlWriter(run_dir / "metrics.jsonl")
+        self._samples: JsonlWriter | None = None
+        if (run_dir / "samples.jsonl").exists():
+            self._samples = JsonlWriter(run_dir / "samples.jsonl")
+        self._rows = RowCollector()
+        self._row_timer: asyncio.TimerHandle | None = None
+        self._previous_commit: float | None = None
+        self._last_step: int | None = None
+        self._facts: m.Facts | None = None
+        self._resumed: m.ResumeReady | None = None
+        self._progress_started = False
+        self._checkpoints = CheckpointCollector(publisher, answer=self._checkpoint_answer)
+        self._handlers: Mapping[type, Callable[[int, Any], None]] = {
+            m.Ready: lambda worker, message: self._reduce(ms.Ready(worker, message.device)),
+            m.Facts: self._on_facts,
+            m.Committed: self._on_committed,
+            m.Event: self._on_event,
+            m.Warn: self._on_warn,
+            m.Resumed: self._on_resumed,
+            m.ShardWritten: self._on_shard,
+            m.Fault: lambda worker, message: self._host.faulted(worker, message),
+            m.Signalled: lambda worker, message: self._host.signalled(worker, message.signal),
+            m.Done: self._on_done,
+        }
+
+    @property
+    def generation(self) -> Generation | None:
+        return self._state.generation
+
+    @property
+    def finished(self) -> bool:
+        """Whether all members have finished their work."""
+        return self._finished
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step whose line was written; None before the first."""
+        return self._last_step
+
+    def place(self, worker: int) -> Place:
+        """Where ``worker`` is, for messages."""
+        person = next((one for one in self._state.people if one.worker == worker), None)
+        generation = self._state.generation
+        members = () if generation is None else generation.members
+        member = next((one for one in members if one.worker == worker), None)
+        known = member or person
+        return Place(
+            worker=worker,
+            rank=None if member is None else member.rank,
+            pid=-1 if known is None else known.pid,
+            node="?" if known is None else known.node,
+            generation=None if generation is None else generation.number,
+        )
+
+    # What the host tells.
+
+    def set_store(self, host: str, port: int) -> None:
+        """Where generations formed from now on meet."""
+        self._state = replace(self._state, store_host=host, store_port=port)
+
+    def started(self, worker: int, *, pid: int, node: str) -> None:
+        """A process was made for ``worker``."""
+        self._reduce(ms.Started(worker, pid, node))
+
+    def lost(self, worker: int, *, cause: str, step: int | None, follow_on: bool) -> None:
+        """``worker`` ended, or failed, before its work was done."""
+        place = self.place(worker)
+        self.event(
+            "worker_lost",
+            step=step if step is not None else self._last_step,
+            worker=worker,
+            pid=place.pid,
+            rank=place.rank,
+            cause=cause,
+            follow_on=follow_on,
+        )
+        self._reduce(ms.Lost(worker, cause))
+
+    def request_stop(self, reason: str) -> None:
+        """Asks all members, also those that connect later, to stop at the next step boundary."""
+        if self._stop is None:
+            self._stop = reason
+            self.event("stop", cause=reason)
+            self._broadcast(m.StopRequested(reason))
+
+    def abort(self, reason: str) -> None:
+        """Tells all members that the run ends: whoever waits for an answer need not any more."""
+        self._broadcast(m.Abort(reason))
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Adds a line to ``events.jsonl``."""
+        generation = self._state.generation
+        line = {
+            "time": time.time(),
+            "event": name,
+            "generation": None if generation is None else generation.number,
+            "step": self._last_step,
+            "worker": None,
+            "pid": None,
+            "cause": None,
+        }
+        self._write(self._events, line | fields)
+
+    async def settle(self, limit_s: float) -> None:
+        """Waits until no checkpoint is being published, ``limit_s`` at most."""
+        await self._checkpoints.settle(limit_s)
+
+    def close(self, *, orderly: bool, exit_code: int, cause: str) -> None:
+        """Writes what is pending and closes the files.
+
+        Args:
+            orderly: nobody was lost: ``workers.json`` becomes an empty list.
+            exit_code: of the run.
+            cause: how it ended.
+        """
+        self._write_rows(now=float("inf"))
+        self.event("end", cause=cause, exit_code=exit_code)
+        if orderly:
+            self._write_workers([])
+        for writer in (self._events, self._metrics, self._samples):
+            if writer is not None:
+                try:
+                    writer.close()
+                except OSError as error:
+                    self._console.warning(f"`{writer.path}` is not safely on the disk: {error}")
+        self._journal.close()
+
+    # What the links tell.
+
+    def connected(self, hello: m.Hello, link: Link) -> None:
+        self._links[hello.worker] = link
+        if self._stop is not None:
+            link.send(m.StopRequested(self._stop))
+
+    def disconnected(self, worker: int, link: Link) -> None:
+        if self._links.get(worker) is link:
+            del self._links[worker]
+
+    def is_connected(self, worker: int) -> bool:
+        return worker in self._links
+
+    def rejected(self, reason: str) -> None:
+        """Something came over a connection that is no message of ours."""
+        self.rejects += 1
+        _log.warning("dropped: %s", reason)
+
+    def receive(self, worker: int, message: m.FromWorker) -> None:
+        try:
+            self._handlers[type(message)](worker, message)
+        except RtxError as error:
+            self._host.fatal(error)
+        except (ValueError, TypeError) as error:
+            # Well-formed but senseless; one member's mistake must not end the recorder.
+            self.rejected(f"worker {worker}: {type(message).__name__}: {error}")
+
+    def _on_facts(self, worker: int, facts: m.Facts) -> None:
+        self._facts = self._facts or facts
+        self._start_progress()
+
+    def _start_progress(self) -> None:
+        if self._facts is not None and self._resumed is not None and not self._progress_started:
+            self._progress_started = True
+            self._console.start(self._facts.total_steps, self._resumed.step)
+
+    def _on_committed(self, worker: int, message: m.Committed) -> None:
+        now = asyncio.get_running_loop().time()
+        self._rows.add(message.row, now=now)
+        self._write_rows(now=now)
+
+    def _write_rows(self, *, now: float) -> None:
+        for rows in self._rows.take(now=now):
+            self._write_step(rows)
+        if self._row_timer is not None:
+            self._row_timer.cancel()
+            self._row_timer = None
+        deadline = self._rows.deadline()
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            self._row_timer = loop.call_at(
+                deadline, lambda: self._write_rows(now=max(deadline, loop.time()))
+            )
+
+    def _write_step(self, rows: list[StepRow | None]) -> None:
+        facts = self._facts
+        line = merge(
+            rows,
+            self._previous_commit,
+            peak_flops_per_device=None if facts is None else facts.peak_flops_per_device,
+            flops_per_token=None if facts is None else facts.flops_per_token,
+        )
+        self._previous_commit = line["time"]
+        self._last_step = line["step"]
+        self._resumed = None
+        self._write(self._metrics, line)
+        samples = merge_samples(rows)
+        if samples and self._samples is None:
+            self._samples = JsonlWriter(self.run_dir / "samples.jsonl")
+        for sample in samples:
+            assert self._samples is not None
+            self._write(self._samples, sample)
+        self._console.progress(line)
+
+    def _on_event(self, worker: int, message: m.Event) -> None:
+        place = self.place(worker)
+        self.event(message.name, **({"worker": worker, "pid": place.pid} | message.fields))
+        if message.name == "evaluation":
+            loss = message.fields.get("loss")
+            shown = "unknown" if loss is None else f"{loss:.4f}"
+            self._console.event(f"evaluation at step {message.fields.get('step')}: loss {shown}")
+
+    def _on_warn(self, worker: int, message: m.Warn) -> None:
+        self._console.warning(message.text, rank=self.place(worker).rank)
+
+    def _on_resumed(self, worker: int, message: m.Resumed) -> None:
+        answer = self._resumed
+        if answer is None:
+            answer = self._cut_back(message)
+            self._resumed = answer
+            self._start_progress()
+        elif answer.step != message.step:
+            text = f"one member resumes at step {answer.step}, another at {message.step}"
+            answer = m.ResumeReady(message.step, 0, text)
+        self._send(worker, answer)
+
+    def _cut_back(self, message: m.Resumed) -> m.ResumeReady:
+        try:
+            dropped = self._metrics.cut_back(message.step)
+            if self._samples is not None:
+                self._samples.cut_back(message.step)
+        except OSError as error:
+            text = f"the rows from step {message.step} on cannot be cut away: {error}"
+            return m.ResumeReady(message.step, 0, text)
+        self._rows.restart(message.step)
+        self._previous_commit = None
+        self._last_step = message.step - 1 if message.step else None
+        for broken in message.passed_over:
+            self._console.warning(f"passed over: {broken}")
+        if message.step or dropped or message.passed_over:
+            self.event(
+                "resume",
+                step=message.step,
+                cause=message.cause,
+                path=message.path,
+                passed_over=list(message.passed_over),
+                dropped_rows=dropped,
+            )
+            where = "from the start" if message.path is None else f"from `{message.path}`"
+            self._console.event(f"step {message.step}: goes on {where}, {dropped} rows cut back")
+        return m.ResumeReady(message.step, dropped, None)
+
+    def _on_shard(self, worker: int, message: m.ShardWritten) -> None:
+        generation = self._state.generation
+        if generation is None:
+            raise ValueError("a shard before the first generation")
+        self._checkpoints.add(worker, message, members=generation.members)
+
+    def _checkpoint_answer(
+        self, answer: m.CheckpointPublished | m.CheckpointFailed, seconds: float
+    ) -> None:
+        if isinstance(answer, m.CheckpointPublished):
+            self.event("checkpoint", step=answer.step, path=answer.path, seconds=seconds)
+            self._console.event(f"checkpoint of step {answer.step}: {answer.path}")
+        else:
+            self.event("checkpoint_failed", step=answer.step, cause=answer.reason)
+            self._console.warning(
+                f"the checkpoint of step {answer.step} failed and training goes on: {answer.reason}"
+            )
+        self._broadcast(answer)
+
+    def _on_done(self, worker: int, message: m.Done) -> None:
+        self.summaries[worker] = message.summary
+        self._reduce(ms.Left(worker))
+
+    # Membership.
+
+    def _reduce(self, event: ms.MembershipEvent) -> None:
+        self._state, decisions = ms.reduce(self._state, event)
+        for decision in decisions:
+            if isinstance(decision, ms.Form):
+                self._form(decision.generation)
+            elif isinstance(decision, ms.Finish):
+                self._finished = True
+                self._broadcast(m.Farewell())
+            else:
+                self._host.run_failed()
+
+    def _form(self, generation: Generation) -> None:
+        try:
+            self._journal.generation(generation)
+        except OSError as error:
+            raise RtxError(f"a generation cannot be journalled: {error}") from error
+        self._write_workers(
+            [
+                {
+                    "worker": member.worker,
+                    "rank": member.rank,
+                    "pid": member.pid,
+                    "node": member.node,
+                    "device": member.device,
+                    "generation": generation.number,
+                }
+                for member in generation.members
+            ]
+        )
+        self.event("generation", world_size=generation.world_size, cause="start")
+        for member in generation.members:
+            self._send(member.worker, m.Announce(generation))
+
+    def _write_workers(self, rows: list[dict[str, Any]]) -> None:
+        try:
+            write_json_atomic(self.run_dir / "workers.json", rows)
+        except OSError as error:
+            self._console.warning(f"`workers.json` cannot be written: {error}")
+
+    def _write(self, writer: JsonlWriter, row: Mapping[str, Any]) -> None:
+        try:
+            writer.write(row)
+        except OSError as error:
+            # A full disk must not end training: its checkpoints may lie on another one.
+            name = os.fspath(writer.path)
+            self._console.warning(f"rows for `{name}` are lost: {error.strerror}")
+
+    def _send(self, worker: int, message: Any) -> None:
+        link = self._links.get(worker)
+        if link is not None:
+            link.send(message)
+
+    def _broadcast(self, message: Any) -> None:
+        for link in self._links.values():
+            link.send(message)
