@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import signal
 from collections.abc import Iterator
@@ -15,6 +17,9 @@ from tests.support import leaks
 # that has a pool of threads can't be forked safely.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # more are a pool of processes that stays
+with contextlib.suppress(ImportError):  # of an extra; its bars would start a thread that stays
+    importlib.import_module("tqdm").tqdm.monitor_interval = 0
 os.environ[leaks.SESSION_MARK] = leaks.SESSION
 
 _LIMIT_S = 120.0

@@ -14,7 +14,11 @@ from tests.support import system
 # Every process that is started (not forked) from here carries it, and so do its descendants.
 SESSION_MARK = "RTX_TEST_SESSION"
 SESSION = uuid.uuid4().hex
-_CHANGES_BY_ITSELF = {"PYTEST_CURRENT_TEST"}
+_CHANGES_BY_ITSELF = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch sets both to their defaults when it first compiles
+    "TRITON_CACHE_DIR",
+}
 _SETTLE_S = 2.0
 
 

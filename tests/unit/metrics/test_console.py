@@ -181,8 +181,8 @@ def test_a_reader_that_went_away_does_not_end_the_run(make: type[BaseConsole]) -
 def test_a_character_the_stream_does_not_have() -> None:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
-    PlainConsole(out).note("caf\u00e9 \udcff")
-    assert raw.getvalue() == b"caf\\xe9 \\udcff\n"
+    PlainConsole(out).note("d\u00e9j\u00e0 \udcff")
+    assert raw.getvalue() == b"d\\xe9j\\xe0 \\udcff\n"
 
 
 def test_make_console_picks_by_terminal() -> None:
