@@ -124,6 +124,10 @@ class Control:
         """Shows a warning on the console with this worker's rank; each text appears once."""
         self._channel.send(m.Warn(text))
 
+    def note(self, text: str) -> None:
+        """Shows a line on the console: what was chosen, and why. One rank says it for all."""
+        self._channel.send(m.Note(text))
+
     def facts(
         self,
         *,

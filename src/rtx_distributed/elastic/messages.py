@@ -77,6 +77,12 @@ class Warn(_Message, frozen=True, tag="warn"):
     text: str
 
 
+class Note(_Message, frozen=True, tag="note"):
+    """A line for the console that is no warning: what was chosen, and why."""
+
+    text: str
+
+
 class Resumed(_Message, frozen=True, tag="resumed"):
     """The worker's state is that after ``step`` committed steps; rows from there on must go."""
 
@@ -170,7 +176,7 @@ class Farewell(_Message, frozen=True, tag="farewell"):
 
 
 FromWorker = (
-    Ready | Facts | Committed | Event | Warn | Resumed | ShardWritten | Fault | Signalled | Done
+    Ready | Facts | Committed | Event | Warn | Note | Resumed | ShardWritten | Fault | Signalled | Done
 )
 ToWorker = (
     Announce

@@ -104,6 +104,7 @@ class Recorder:
             m.Committed: self._on_committed,
             m.Event: self._on_event,
             m.Warn: self._on_warn,
+            m.Note: lambda worker, message: self._console.note(message.text),
             m.Resumed: self._on_resumed,
             m.ShardWritten: self._on_shard,
             m.Fault: lambda worker, message: self._host.faulted(worker, message),

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from rtx_distributed.balance import Assignment, even_shares
 from rtx_distributed.comm import Communicator
@@ -17,7 +17,7 @@ from rtx_distributed.engine.seams import Plan, SlotSource
 from rtx_distributed.engine.step import Outcome, RunState, Step, StepContext
 from rtx_distributed.errors import CommError
 
-Ending = Literal["done", "stopped", "early"]
+Ending = Literal["done", "stopped", "early", "already"]
 
 
 class Boundary(Protocol):
@@ -219,9 +219,3 @@ class Loop:
         """Before the first step: was anybody asked to stop while data and model were built?"""
         wanted = float(self.context.control.stop_requested)
         return self.communicator.sum_scalars([wanted], device=self.context.device)[0] > 0
-
-
-def run_steps(loop: Loop, body: Callable[[Any], None]) -> None:
-    """Calls ``body(step)`` for every step of ``loop``."""
-    for step in loop.steps():
-        body(step)

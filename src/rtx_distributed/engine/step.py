@@ -41,9 +41,10 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """How a step is taken; the same on every rank."""
+    """How a step is taken; the same on every rank. Without a schedule the optimizer's own rates
+    hold, which the user may change between steps."""
 
-    schedule: Schedule
+    schedule: Schedule | None
     precision: Precision
     grad_clip: float = 1.0
     nonfinite: NonFinitePolicy = "skip"
@@ -242,7 +243,9 @@ class Step:
             attempt=self.attempt,
             scaled=state.scale is not None,
         )
-        lr = context.settings.schedule.at(state.updates)
+        schedule = context.settings.schedule
+        scheduled = schedule.at(state.updates) if schedule else None
+        lr = context.layout.rate() if scheduled is None else scheduled
         outcome = Outcome(
             kind="applied",
             state=state,
@@ -267,7 +270,7 @@ class Step:
         else:
             clip = context.settings.grad_clip
             factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
-            context.layout.apply(reduced, factor=factor * to_mean / scale, lr=lr)
+            context.layout.apply(reduced, factor=factor * to_mean / scale, lr=scheduled)
         applied = decision == "apply"
         after = replace(
             state,

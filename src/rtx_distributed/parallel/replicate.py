@@ -123,10 +123,16 @@ class Replicate:
         parts = [sums.loss.reshape(1), sums.counted.reshape(1), counts, by_rank, used]
         return torch.cat(parts + [p.to(self.device) for p in self.buffers.payload()])
 
-    def apply(self, reduced: Reduced, *, factor: float, lr: float) -> None:
-        """Commits: one optimizer update from the reduced gradient times ``factor``."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+    def rate(self) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def apply(self, reduced: Reduced, *, factor: float, lr: float | None) -> None:
+        """Commits: one optimizer update from the reduced gradient times ``factor``, at rate ``lr``
+        (None: at the rates that stand in the optimizer)."""
+        if lr is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
         if factor == 1.0:
             self.optimizer.step()
         elif self._scales_inside:

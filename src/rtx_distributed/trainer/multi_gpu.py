@@ -1,0 +1,320 @@
+"""For users who keep their own loop: process group, slots, reduction and commit come from here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rtx_distributed.comm import ReduceOp
+from rtx_distributed.config import Config
+from rtx_distributed.data import BatchPlan
+from rtx_distributed.engine import (
+    Intervals,
+    Loop,
+    LossScale,
+    Outcome,
+    RowMaker,
+    RunState,
+    Step,
+    StepContext,
+    StepSettings,
+)
+from rtx_distributed.errors import ClusterError, ConfigError
+from rtx_distributed.metrics import PhaseClock
+from rtx_distributed.parallel import Replicate, allocate_state, choose_precision, forbid_tf32
+from rtx_distributed.trainer.ambient import Place, join
+from rtx_distributed.trainer.userdata import UserData, adapt
+
+
+class MultiGpuTrainer:
+    """This process's place among the workers of a run.
+
+    Under ``rtxd launch script.py`` (or torchrun, srun, mpirun) it joins the others; in
+    ``python script.py`` it is one worker alone. The same script gives the same numbers with any
+    number of workers::
+
+        trainer = MultiGpuTrainer()
+        model, optimizer = trainer.prepare(model, optimizer)
+        for step in trainer.steps(dataset, 1000, global_batch=32):
+            for inputs, labels in step.slots():
+                loss = cross_entropy(model(inputs), labels, reduction="sum")
+                step.backward(loss, labels.numel())
+
+    Leaving the body commits the step. A step that failed is yielded again with the same samples,
+    so side effects belong after the loop body's last line, never inside it.
+
+    Args:
+        world_size: checked against the environment; never needed.
+        local_rank: checked against the environment; never needed.
+        config: settings; by default those of the launcher, else the defaults.
+        seed: of data order and slots; by default ``config.train.seed``.
+
+    Raises:
+        ClusterError: the environment disagrees with an argument.
+    """
+
+    def __init__(
+        self,
+        world_size: int | None = None,
+        local_rank: int | None = None,
+        *,
+        config: Config | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._place: Place = join(config)
+        self.config = self._place.config
+        self._seed = self.config.train.seed if seed is None else seed
+        session = self._place.session
+        if world_size is not None and world_size != session.world_size:
+            raise ClusterError(
+                f"`world_size={world_size}` was given, but {session.world_size} workers were "
+                f"started; start the script with `rtxd launch --nproc {world_size} SCRIPT`, or "
+                "leave the argument out"
+            )
+        if local_rank is not None and local_rank != self._place.local_rank:
+            raise ClusterError(
+                f"`local_rank={local_rank}` was given, but this process is local rank "
+                f"{self._place.local_rank}; leave the argument out"
+            )
+        self._model: torch.nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._layout: Replicate | None = None
+        self._loop: Loop | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._place.session.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._place.session.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker's model and batches live."""
+        return self._place.session.device
+
+    def prepare(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Readies model and optimizer, and returns them.
+
+        Rank 0's weights go to all ranks; where another rank had built others (an unseeded
+        initialisation) a warning says so. The model is not wrapped.
+
+        Raises:
+            ConfigError: the model lies on another device than this worker's, or a second call.
+        """
+        if self._model is not None:
+            raise ConfigError("`prepare` was called before; a trainer takes one model")
+        session = self._place.session
+        wrong = {p.device for p in model.parameters() if p.device.type != session.device.type}
+        if wrong:
+            raise ConfigError(
+                f"the model lies on {wrong.pop()}, this worker computes on {session.device}; "
+                "build the optimizer after `model.to(trainer.device)`"
+            )
+        allocate_state(optimizer)
+        layout = Replicate(
+            model,
+            optimizer,
+            session.communicator,
+            device=session.device,
+            bucket_bytes=int(self.config.comm.bucket_mib * 2**20),
+        )
+        if not self._same_weights(layout):
+            session.control.warn(
+                "the ranks built different weights; all take those of rank 0. Seed the "
+                "initialisation (`torch.manual_seed`) to silence this"
+            )
+            layout.sync_from_first()
+            if not self._same_weights(layout):
+                raise ConfigError("the ranks' models differ in more than their weights")
+        self._model, self._optimizer, self._layout = model, optimizer, layout
+        return model, optimizer
+
+    def _same_weights(self, layout: Replicate) -> bool:
+        session = self._place.session
+        mine = float(weights_digest(layout.model))
+        device = session.device
+        extremes = torch.tensor([mine, -mine], dtype=torch.float64, device=device)
+        session.communicator.all_reduce(extremes, op="max").wait()
+        top, bottom = extremes.tolist()
+        return bool(top == -bottom)
+
+    def steps(
+        self,
+        dataset: Any,
+        n: int | None = None,
+        *,
+        epochs: int | None = None,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
+        shuffle: bool | None = None,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        on_commit: Callable[[Outcome], None] | None = None,
+    ) -> Iterator[Step]:
+        """Yields ``n`` steps (or those of ``epochs``); each is committed when the next is asked
+        for. ``break`` leaves the step under way uncommitted.
+
+        Args:
+            dataset: a ``Dataset`` or a ``DataLoader`` (its dataset, collate function, workers and
+                order are used; who computes what is decided here).
+            global_batch: samples of one optimizer step over all workers; by default
+                ``train.global_batch``, or the batch size of the DataLoader.
+            micro_batch: samples of a slot; by default an eighth of the global batch where that
+                divides.
+            shuffle: by default ``data.shuffle``, or what the DataLoader does.
+            collate: makes a batch of a list of samples; by default PyTorch's.
+            on_commit: called after each commit with what became of the step (loss, gradient norm,
+                counted tokens); the place for a learning-rate scheduler and other side effects.
+        """
+        layout = self._layout
+        if layout is None:
+            raise ConfigError("`steps` needs a model: call `prepare(model, optimizer)` first")
+        data = adapt(
+            dataset,
+            self.config,
+            seed=self._seed,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            shuffle=shuffle,
+            collate=collate,
+            device=self.device,
+        )
+        plan = BatchPlan(
+            data.order,
+            global_batch=data.global_batch,
+            micro_batch=data.micro_batch,
+            seed=self._seed,
+            steps=n if n is not None or epochs is not None else self.config.train.steps,
+            epochs=epochs,
+        )
+        self._loop = self._make_loop(layout, plan, data)
+        self._loop.on_commit = on_commit
+        session = self._place.session
+        if self.rank == 0:
+            session.start_notes(data.notes, total_steps=plan.steps, first_step=0)
+        try:
+            yield from self._loop.steps()
+        finally:
+            data.source.close()
+
+    def _make_loop(self, layout: Replicate, plan: BatchPlan, data: UserData) -> Loop:
+        session = self._place.session
+        precision = choose_precision(self.config.train.precision, session.device)
+        if precision.name == "fp32":
+            forbid_tf32()
+        context = StepContext(
+            communicator=session.communicator,
+            layout=layout,
+            device=session.device,
+            settings=StepSettings(
+                schedule=None,
+                precision=precision,
+                grad_clip=self.config.train.grad_clip,
+                nonfinite=self.config.train.nonfinite,
+            ),
+            control=session.control,
+            clock=PhaseClock(),
+        )
+        rows = RowMaker(
+            generation=session.communicator.generation,
+            rank=session.rank,
+            workers=session.workers,
+            log_samples=self.config.data.log_samples,
+            memory_peak=session.memory_peak,
+        )
+        return Loop(
+            context=context,
+            plan=plan,
+            source=data.source,
+            state=RunState(scale=LossScale() if precision.scaled else None),
+            rows=rows,
+            intervals=Intervals(evaluate=0, checkpoint=0),
+        )
+
+    def synchronize_gradients(
+        self, gradients: Sequence[torch.Tensor] | None = None, *, count: float | None = None
+    ) -> None:
+        """Replaces gradients, in place, by their sum over all ranks divided by the total count.
+
+        Args:
+            gradients: of summed losses; by default the ``.grad`` of all parameters of the prepared
+                model (one that is None counts as zero).
+            count: what this rank's sums were taken over: tokens or samples; by default 1, which
+                makes the result the mean over ranks of what was given.
+
+        For loops that do everything themselves. Such a step is not part of the run's order: a
+        fault in it ends the run.
+        """
+        session = self._place.session
+        tensors = list(gradients) if gradients is not None else self._own_gradients()
+        total = torch.tensor(
+            [1.0 if count is None else float(count)], dtype=torch.float64, device=session.device
+        )
+        session.communicator.all_reduce(total).wait()
+        handles = [session.communicator.all_reduce(t, async_op=True) for t in tensors]
+        for handle in handles:
+            handle.wait()
+        amount = float(total[0])
+        for tensor in tensors:
+            tensor.div_(amount) if amount else tensor.zero_()
+
+    def _own_gradients(self) -> list[torch.Tensor]:
+        if self._model is None:
+            raise ConfigError(
+                "`synchronize_gradients` needs gradients, or a model from `prepare` before"
+            )
+        found = []
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                found.append(parameter.grad)
+        return found
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        """Reduces ``tensor`` in place over all ranks, and returns it."""
+        self._place.session.communicator.all_reduce(tensor, op=op).wait()
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """Copies the root's ``tensor`` to all ranks, in place, and returns it."""
+        self._place.session.communicator.broadcast(tensor, root=root).wait()
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` [n, ...] of every rank, as [world_size, n, ...]."""
+        output = tensor.new_empty((self.world_size, *tensor.shape))
+        self._place.session.communicator.all_gather(output, tensor.contiguous()).wait()
+        return output
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums ``tensor`` [world_size * n, ...] over all ranks; this rank gets its n rows.
+
+        Raises:
+            ConfigError: the rows do not divide by the number of ranks.
+        """
+        rows, rest = divmod(tensor.shape[0], self.world_size)
+        if rest:
+            raise ConfigError(
+                f"`reduce_scatter` of {tensor.shape[0]} rows over {self.world_size} ranks: the "
+                f"rows must divide; {rows * self.world_size} or {(rows + 1) * self.world_size} do"
+            )
+        output = tensor.new_empty((rows, *tensor.shape[1:]))
+        self._place.session.communicator.reduce_scatter(output, tensor.contiguous()).wait()
+        return output
+
+
+def weights_digest(model: torch.nn.Module) -> int:
+    """A 52-bit hash (exact in float64) over names, shapes, dtypes and bytes of all weights."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(flat.numpy().data)
+    return int.from_bytes(digest.digest(), "little") >> 12

@@ -1,0 +1,294 @@
+"""A training run on one worker: everything between the announcement of a generation and the end.
+
+Both trainers and ``rtxd train`` come through :func:`run_task`; there is no second way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rtx_distributed.config import Config
+from rtx_distributed.data import BatchPlan, Slot
+from rtx_distributed.data.order import Order
+from rtx_distributed.engine import (
+    EarlyStop,
+    Evaluation,
+    Intervals,
+    Loop,
+    LossScale,
+    Metrics,
+    RowMaker,
+    RunState,
+    Schedule,
+    SlotSource,
+    StepContext,
+    StepSettings,
+    evaluate,
+)
+from rtx_distributed.metrics import PhaseClock
+from rtx_distributed.parallel import (
+    OptimizerSettings,
+    Precision,
+    Replicate,
+    allocate_state,
+    build_optimizer,
+    checkpoint_activations,
+    choose_precision,
+    compile_blocks,
+    forbid_tf32,
+)
+from rtx_distributed.trainer.losses import Loss
+from rtx_distributed.trainer.saving import Saver, resume
+from rtx_distributed.trainer.session import Session
+from rtx_distributed.trainer.summary import Progress, finish_summary
+
+
+@dataclass(slots=True)
+class Task:
+    """What is trained: a model, its data and how they meet.
+
+    Attributes:
+        fixed: what a resumed run must agree on, beyond the model (JSON values).
+        warmup: steps of warm-up, of a number of steps in all.
+        lr: peak learning rate.
+        flops_per_token: for ``mfu``; None when unknown.
+        predicted_bytes: what a worker should need beyond an empty one, by kind; None when unknown.
+        sample: text to show at the end, made by rank 0 from the trained model.
+    """
+
+    model: torch.nn.Module
+    order: Order
+    train: SlotSource
+    loss: Loss
+    fixed: dict[str, Any]
+    lr: float
+    warmup: Callable[[int], int]
+    optimizer: torch.optim.Optimizer | None = None
+    metrics: Metrics | None = None
+    heldout: SlotSource | None = None
+    heldout_slots: Sequence[Slot] = ()
+    flops_per_token: float | None = None
+    predicted_bytes: dict[str, int] | None = None
+    sample: Callable[[torch.nn.Module], str] | None = None
+    notes: list[str] = field(default_factory=list)
+    sync_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMetrics:
+    """The end of a run.
+
+    Attributes:
+        steps: committed steps in all.
+        tokens: counted tokens in all.
+        loss: of the last step, a mean over counted tokens; None if no step was taken.
+        eval_loss: on the whole held-out part; None where there is none.
+        tokens_per_sec: of this start, over all workers; None for fewer than two steps.
+        run_dir: the run folder.
+    """
+
+    steps: int
+    tokens: int
+    loss: float | None
+    eval_loss: float | None
+    tokens_per_sec: float | None
+    run_dir: Path
+
+
+def run_task(
+    session: Session,
+    task: Task,
+    config: Config,
+    *,
+    run_dir: Path,
+    run_id: str,
+    dry_run: bool = False,
+) -> TrainingMetrics:
+    """Trains ``task`` to its end, or to a stop that all ranks agree on.
+
+    Args:
+        dry_run: one step, nothing saved and nothing evaluated.
+
+    Raises:
+        RtxError: of the library's tree; the caller reports it.
+    """
+    precision = choose_precision(config.train.precision, session.device)
+    task.notes.append(f"precision: {precision.name} ({precision.reason})")
+    if precision.name == "fp32":
+        forbid_tf32()
+    _prepare_model(task, config)
+    layout = _layout(session, task, config)
+    plan = BatchPlan(
+        task.order,
+        global_batch=config.train.global_batch or 1,
+        micro_batch=config.train.micro_batch or 1,
+        seed=config.train.seed,
+        steps=1 if dry_run else config.train.steps,
+        epochs=None if dry_run else config.train.epochs,
+    )
+    saver = Saver(session, layout, config, run_dir=run_dir, fixed=task.fixed, run_id=run_id)
+    first = RunState(
+        scale=LossScale() if precision.scaled else None,
+        early=EarlyStop(config.eval.early_stop_patience),
+    )
+    state = resume(saver, first)
+    if task.sync_weights and state.step == 0:
+        layout.sync_from_first()
+    loop = _loop(session, task, config, layout, plan, precision, state)
+    if not dry_run:
+        loop.boundary = _Boundary(session, task, precision, saver)
+    progress = Progress()
+    loop.on_commit = progress.committed
+    _announce(session, task, plan)
+    if state.step and state.step >= plan.steps:
+        loop.ending = "already"
+    else:
+        for step in loop.steps():
+            for batch in step.slots():
+                step.backward(*task.loss(task.model, batch))
+    task.train.close()
+    metrics = TrainingMetrics(
+        steps=loop.state.step,
+        tokens=loop.state.tokens,
+        loss=loop.last.loss if loop.last else None,
+        eval_loss=loop.evaluation.loss if loop.evaluation else None,
+        tokens_per_sec=progress.tokens_per_sec(),
+        run_dir=run_dir,
+    )
+    finish_summary(session, task, loop, progress, saver, metrics)
+    layout.close()
+    return metrics
+
+
+def _prepare_model(task: Task, config: Config) -> None:
+    model = task.model
+    model.train()
+    if config.train.activation_checkpointing and not getattr(
+        model, "activation_checkpointing", False
+    ):
+        checkpoint_activations(model)
+    if config.train.compile:
+        compile_blocks(model)
+
+
+def _layout(session: Session, task: Task, config: Config) -> Replicate:
+    if task.optimizer is None:
+        train = config.train
+        task.optimizer = build_optimizer(
+            task.model,
+            OptimizerSettings(
+                kind=train.optimizer,
+                lr=task.lr,
+                betas=train.betas,
+                eps=train.eps,
+                weight_decay=train.weight_decay,
+                momentum=train.momentum,
+            ),
+        )
+    late = allocate_state(task.optimizer)
+    if late:
+        task.notes.append(f"optimizer: {late}")
+    return Replicate(
+        task.model,
+        task.optimizer,
+        session.communicator,
+        device=session.device,
+        bucket_bytes=int(config.comm.bucket_mib * 2**20),
+    )
+
+
+class _Boundary:
+    """Evaluation and checkpoints between steps."""
+
+    def __init__(self, session: Session, task: Task, precision: Precision, saver: Saver) -> None:
+        self._session = session
+        self._task = task
+        self._precision = precision
+        self._saver = saver
+
+    def save(self, state: RunState) -> bool:
+        return self._saver.save(state)
+
+    def evaluate(self, state: RunState) -> Evaluation | None:
+        task, session = self._task, self._session
+        if task.heldout is None or task.metrics is None or not task.heldout_slots:
+            return None
+        started = time.perf_counter()
+        result = evaluate(
+            task.model,
+            task.heldout_slots,
+            task.heldout,
+            task.metrics,
+            communicator=session.communicator,
+            device=session.device,
+            precision=self._precision,
+            control=session.control,
+            step=state.step,
+        )
+        if session.rank == 0 and not result.interrupted:
+            session.control.event(
+                "evaluation",
+                step=state.step,
+                loss=result.loss,
+                tokens=result.tokens,
+                samples=result.samples,
+                seconds=time.perf_counter() - started,
+                **result.values,
+            )
+        return result
+
+
+def _loop(
+    session: Session,
+    task: Task,
+    config: Config,
+    layout: Replicate,
+    plan: BatchPlan,
+    precision: Precision,
+    state: RunState,
+) -> Loop:
+    schedule = Schedule(
+        kind=config.train.schedule,
+        lr=task.lr,
+        warmup=task.warmup(plan.steps),
+        total=plan.steps,
+    )
+    context = StepContext(
+        communicator=session.communicator,
+        layout=layout,
+        device=session.device,
+        settings=StepSettings(
+            schedule=schedule,
+            precision=precision,
+            grad_clip=config.train.grad_clip,
+            nonfinite=config.train.nonfinite,
+        ),
+        control=session.control,
+        clock=PhaseClock(),
+    )
+    rows = RowMaker(
+        generation=session.communicator.generation,
+        rank=session.rank,
+        workers=session.workers,
+        log_samples=config.data.log_samples,
+        memory_peak=session.memory_peak,
+    )
+    return Loop(
+        context=context,
+        plan=plan,
+        source=task.train,
+        state=state,
+        rows=rows,
+        intervals=Intervals(evaluate=config.eval.every, checkpoint=config.checkpoint.every),
+    )
+
+
+def _announce(session: Session, task: Task, plan: BatchPlan) -> None:
+    if session.rank == 0:
+        session.announce(task.notes, total_steps=plan.steps, flops_per_token=task.flops_per_token)

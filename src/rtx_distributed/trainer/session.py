@@ -1,0 +1,106 @@
+"""A worker's place in the run: its control, generation, communicator and device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rtx_distributed.comm import Communicator, LocalCommunicator, Rendezvous, choose_backend, form
+from rtx_distributed.config import Config
+from rtx_distributed.elastic.control import Control
+from rtx_distributed.elastic.generation import Generation
+from rtx_distributed.metrics.memory import PeakMemory
+
+
+@dataclass(slots=True)
+class Session:
+    """Made by :func:`open_session`; closed once, after the last collective."""
+
+    control: Control
+    generation: Generation
+    communicator: Communicator
+    device: torch.device
+    memory: PeakMemory
+    backend_note: str
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.communicator.world_size
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Worker numbers by rank."""
+        return tuple(member.worker for member in self.generation.members)
+
+    def memory_peak(self) -> int | None:
+        """Peak bytes: of the device's allocator, or on a CPU of the process."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        return self.memory.read()
+
+    def peak_flops(self) -> float | None:
+        """FLOP/s of the device in bf16; None when unknown, always on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        from rtx_distributed.topology import lookup
+
+        found = lookup(torch.cuda.get_device_name(self.device))
+        return None if found is None else found.peak_flops.get("bf16")
+
+    def announce(
+        self, notes: Sequence[str], *, total_steps: int, flops_per_token: float | None
+    ) -> None:
+        """Prints once what was chosen and why, and starts the progress shown."""
+        for note in [self.backend_note, *notes]:
+            self.control.note(note)
+        self.control.facts(
+            total_steps=total_steps,
+            peak_flops_per_device=self.peak_flops(),
+            flops_per_token=flops_per_token,
+        )
+
+    def close(self) -> None:
+        self.communicator.close()
+
+
+def open_session(control: Control, config: Config, *, device: torch.device) -> Session:
+    """Says that this worker is ready, waits for the generation and forms its communicator.
+
+    Raises:
+        CommError: the generation could not form.
+    """
+    memory = PeakMemory()
+    generation = control.generation(str(device))
+    rank = generation.rank_of(control.worker)
+    assert rank is not None
+    backend, note = choose_backend(config.comm.backend, device)
+    if generation.world_size == 1:
+        return Session(
+            control,
+            generation,
+            LocalCommunicator(generation=generation.number),
+            device,
+            memory,
+            "comm: none (one worker)",
+        )
+    communicator = form(
+        Rendezvous(
+            rank=rank,
+            world_size=generation.world_size,
+            generation=generation.number,
+            store_host=generation.store_host,
+            store_port=generation.store_port,
+            prefix=generation.prefix,
+            one_node=len({member.node for member in generation.members}) == 1,
+        ),
+        backend=backend,
+        device=device,
+        timeout_s=config.comm.timeout_s,
+    )
+    return Session(control, generation, communicator, device, memory, f"comm: {note}")
