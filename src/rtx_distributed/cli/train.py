@@ -23,9 +23,9 @@ def train(args: list[str]) -> int:
         return 0
     config_file, dry_run, rest = split_config_file(args, switch="dry_run")
     loaded = load(rest, environ=os.environ, config_file=config_file)
-    from rtx_distributed.trainer import launch as trainer
+    from rtx_distributed.trainer.launch import train as run
 
-    return trainer.train(loaded, argv=["rtxd", "train", *args], dry_run=dry_run)
+    return run(loaded, argv=["rtxd", "train", *args], dry_run=dry_run)
 
 
 def launch(args: list[str]) -> int:
@@ -50,9 +50,9 @@ def launch(args: list[str]) -> int:
             f"`--nproc` = {nproc} contradicts `workers` = {loaded.config.workers} "
             f"({loaded.origins['workers']}): they are one setting; give one of them"
         )
-    from rtx_distributed.trainer import launch as trainer
+    from rtx_distributed.trainer.launch import launch_script
 
-    return trainer.launch_script(script, list(found.positional[1:]), loaded, nproc)
+    return launch_script(script, list(found.positional[1:]), loaded, nproc)
 
 
 def check_script(script: Path) -> Path:

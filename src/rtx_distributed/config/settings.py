@@ -155,7 +155,8 @@ class DataConfig(Section):
         default="truncate", description="what to do with an example longer than the sequence"
     )
     cache_dir: FilePath | None = Field(
-        default=None, description="folder of the built indexes; automatic: the user's cache folder"
+        default=None,
+        description="folder of the built indexes; automatic: in the user's cache folder",
     )
 
 
