@@ -108,7 +108,7 @@ def test_the_root_help_imports_neither_settings_nor_rooms() -> None:
 
 def test_version_and_unknown_verb(rtxd: Callable[..., Outcome]) -> None:
     assert rtxd("--version") == (0, f"rtxd {__version__}\n", "")
-    assert rtxd("trian")[0] == 2
+    assert rtxd("trainn")[0] == 2
 
 
 def test_r46_unknown_setting_is_exit_2_and_nothing_is_trained(
