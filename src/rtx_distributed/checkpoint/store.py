@@ -1,0 +1,169 @@
+"""The folder ``checkpoints/`` of a run: names, what is there, what to start from, what to remove.
+
+Nothing whose name begins with a dot is ever read as a checkpoint: ``.tmp-*`` are attempts,
+``.del-*`` are on their way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rtx_distributed.checkpoint.disk import DISK, Disk, remove_tree
+from rtx_distributed.checkpoint.manifest import read_manifest
+from rtx_distributed.checkpoint.retention import Entry, to_delete
+from rtx_distributed.checkpoint.verify import Problem, verify
+from rtx_distributed.errors import CheckpointError
+
+FOLDER = "checkpoints"
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a checkpoint folder's name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def temporary_name(*, generation: int, step: int, attempt: int) -> str:
+    return f".tmp-g{generation}-{step_name(step)}-a{attempt}"
+
+
+def shard_name(rank: int) -> str:
+    return f"shard-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint folder. ``run_id`` and ``generation`` are None where its manifest cannot be
+    read, and ``problem`` then says why."""
+
+    path: Path
+    step: int
+    run_id: str | None
+    generation: int | None
+    problem: str | None
+
+
+def candidates(run_dir: Path) -> list[Candidate]:
+    """The run's checkpoints, newest step first, broken ones included; no data is read."""
+    found = []
+    for path in _children(run_dir / FOLDER):
+        step = parse_step(path.name)
+        if step is None or not path.is_dir():
+            continue
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            found.append(Candidate(path, step, None, None, str(error)))
+            continue
+        problem = None
+        if manifest.step != step:
+            problem = f"`{path}` holds step {manifest.step}: the folder was renamed"
+        found.append(Candidate(path, step, manifest.run_id, manifest.generation, problem))
+    return sorted(found, key=lambda c: c.step, reverse=True)
+
+
+def unfinished(run_dir: Path) -> list[Path]:
+    """Attempts that never became a checkpoint."""
+    return [p for p in _children(run_dir / FOLDER) if p.name.startswith(".tmp-")]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The newest checkpoint that verifies, and the newer ones passed over, with the reasons."""
+
+    path: Path
+    step: int
+    passed_over: tuple[tuple[Path, str], ...]
+
+
+def newest_valid(
+    run_dir: Path,
+    *,
+    check: Callable[[Path], list[Problem]] | None = None,
+) -> Choice | None:
+    """What to resume from; None where the folder holds no checkpoint (an unfinished attempt is
+    none).
+
+    ``check`` defaults to a full ``verify``. Raises ``CheckpointError`` where there are only
+    broken ones, listing what is wrong with each: starting anew in silence would lose the run.
+    """
+    check = check or (lambda path: verify(path, full=True))
+    passed: list[tuple[Path, str]] = []
+    for candidate in candidates(run_dir):
+        problem = candidate.problem
+        if problem is None:
+            problem = "; ".join(map(str, check(candidate.path)[:5])) or None
+        if problem is None:
+            return Choice(candidate.path, candidate.step, tuple(passed))
+        passed.append((candidate.path, problem))
+    if passed:
+        lines = "\n".join(f"  {path.name}: {why}" for path, why in passed)
+        raise CheckpointError(
+            f"no checkpoint in `{run_dir / FOLDER}` is complete:\n{lines}\n"
+            f"Nothing was deleted. Restore the missing files, or start in another `run.dir`"
+        )
+    return None
+
+
+def collect_garbage(run_dir: Path, *, disk: Disk = DISK) -> list[Path]:
+    """Removes unfinished attempts and half-deleted checkpoints; returns what was removed. Only
+    for who holds the run folder's lock: another process's attempt looks just the same."""
+    removed = []
+    for path in _children(run_dir / FOLDER):
+        if path.name.startswith((".tmp-", ".del-")) and path.is_dir():
+            with contextlib.suppress(OSError):
+                remove_tree(disk, path)
+                removed.append(path)
+    return removed
+
+
+def apply_retention(
+    run_dir: Path, *, keep: int, just_written: int, run_id: str, disk: Disk = DISK
+) -> list[Path]:
+    """Deletes what ``retention.to_delete`` names and returns the paths; sizes (not bytes) are
+    checked before an older one counts as verified. A folder is renamed first, so that a kill in
+    the middle never leaves half of one under its name. What cannot be removed now is left to
+    ``collect_garbage``."""
+    paths: dict[Entry, Path] = {}
+    for candidate in candidates(run_dir):
+        sound = candidate.problem is None and not verify(candidate.path)
+        paths[Entry(candidate.step, candidate.run_id, sound)] = candidate.path
+    new = next((e for e in paths if (e.step, e.run_id) == (just_written, run_id)), None)
+    if new is None:
+        return []
+    removed = []
+    for entry in to_delete(paths, keep=keep, just_written=new):
+        if remove_checkpoint(paths[entry], disk=disk):
+            removed.append(paths[entry])
+    return removed
+
+
+def remove_checkpoint(path: Path, *, disk: Disk = DISK) -> bool:
+    """Takes a checkpoint out of sight and then removes it; whether it is out of sight."""
+    aside = path.with_name(f".del-{path.name}")
+    try:
+        if aside.exists():
+            remove_tree(disk, aside)
+        disk.rename(path, aside)
+        disk.sync_folder(path.parent)
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):
+        remove_tree(disk, aside)
+    return True
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
