@@ -11,6 +11,7 @@ from rtx_distributed.elastic.generation import Generation, Member
 from rtx_distributed.elastic.job import TORCH_MODULES, Job, Outcome
 from rtx_distributed.elastic.messages import CheckpointFailed, CheckpointPublished
 from rtx_distributed.elastic.publish import Publisher
+from rtx_distributed.elastic.serve import RecorderThread, serve_in_thread
 from rtx_distributed.elastic.supervisor import run, supervise
 
 __all__ = [
@@ -24,8 +25,10 @@ __all__ = [
     "Member",
     "Outcome",
     "Publisher",
+    "RecorderThread",
     "RunLock",
     "read_holder",
     "run",
+    "serve_in_thread",
     "supervise",
 ]

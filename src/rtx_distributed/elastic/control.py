@@ -167,7 +167,7 @@ class Control:
             step: committed steps in the state.
             folder: the attempt's temporary folder, the same on every member.
             report: the checkpoint room's shard report; None where writing failed.
-            manifest: what the manifest says of the run (`ManifestInfo`); one member is enough.
+            manifest: the checkpoint room's `Header`; one member is enough.
             error: why writing failed.
         """
         self._channel.send(

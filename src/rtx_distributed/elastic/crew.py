@@ -23,6 +23,9 @@ from rtx_distributed.elastic.recorder import Recorder
 from rtx_distributed.elastic.spawn import SpawnRequest
 
 _NO_ONE = -1
+# Where a signal came from, beside the workers' numbers; -1 is the supervisor itself.
+_WARM_PARENT = -2
+_STORE = -3
 
 
 @dataclass(slots=True)
@@ -68,7 +71,7 @@ class Crew:
         self._token = secrets.token_hex(16)
         self._logs = job.run_dir / "logs"
         self._logs.mkdir(exist_ok=True)
-        self._nursery = Nursery(on_signal=lambda number: on_signal(-2, number))
+        self._nursery = Nursery(on_signal=lambda number: on_signal(_WARM_PARENT, number))
         self._pidfds: set[int] = set()
         self._links: set[asyncio.Task[None]] = set()
         self._none_alive = asyncio.Event()
@@ -141,19 +144,22 @@ class Crew:
             theirs.close()
         self.sessions.add(pid)
         self._watch(pid, self._on_store_death)
-        reader, self._store_writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=ours)
         line = (await reader.readline()).split()
         if len(line) != 2 or line[0] != b"port":
             raise NurseryError(f"the key-value store did not start (see `{self._logs}/store.log`)")
-        task = asyncio.get_running_loop().create_task(self._hear_store(reader))
+        task = asyncio.get_running_loop().create_task(self._hear_store(reader, writer))
         self._links.add(task)
         task.add_done_callback(self._links.discard)
         return "127.0.0.1", int(line[1])
 
-    async def _hear_store(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(OSError):
-            while line := await reader.readline():
-                self._on_signal(-3, int(line.split()[1]))
+    async def _hear_store(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                while line := await reader.readline():
+                    self._on_signal(_STORE, int(line.split()[1]))
+        finally:
+            writer.close()  # the store ends with it
 
     def _request(self, kind: str, number: int, place: int, log: Path) -> SpawnRequest:
         job = self._job
@@ -205,9 +211,11 @@ class Crew:
         for session in self.sessions:
             kill_session(session)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends the connections."""
-        for task in self._links:
+        links = list(self._links)
+        for task in links:
             task.cancel()
+        await asyncio.gather(*links, return_exceptions=True)
         for worker in self.workers.values():
             worker.board.close()

@@ -58,11 +58,11 @@ class Place:
         return str(Where(self.rank, self.node, self.generation, step, phase))
 
 
-def from_fault(fault: Fault, place: Place) -> Failure:
-    """The failure that a worker's own report describes."""
+def from_fault(fault: Fault, place: Place, *, time: float | None = None) -> Failure:
+    """The failure that a worker's own report describes, at ``time`` or as the worker dates it."""
     what = f"{fault.type}: {fault.text}" if fault.text else fault.type
     return Failure(
-        time=fault.time,
+        time=fault.time if time is None else time,
         worker=place.worker,
         text=f"{place.at(fault.step, fault.phase)}: {what}",
         cause=what,

@@ -64,6 +64,7 @@ class Outcome:
         summary: what the first rank said at its end; empty where it did not get there.
         traceback: of the first error, where there is one.
         cause: short form for ``events.jsonl``.
+        checkpoint: where an orderly stop left the state.
     """
 
     exit_code: int
@@ -71,3 +72,4 @@ class Outcome:
     summary: dict[str, Any] = field(default_factory=dict)
     traceback: str = ""
     cause: str = ""
+    checkpoint: str | None = None

@@ -176,7 +176,17 @@ class Farewell(_Message, frozen=True, tag="farewell"):
 
 
 FromWorker = (
-    Ready | Facts | Committed | Event | Warn | Note | Resumed | ShardWritten | Fault | Signalled | Done
+    Ready
+    | Facts
+    | Committed
+    | Event
+    | Warn
+    | Note
+    | Resumed
+    | ShardWritten
+    | Fault
+    | Signalled
+    | Done
 )
 ToWorker = (
     Announce

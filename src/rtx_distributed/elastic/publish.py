@@ -28,6 +28,9 @@ class Publisher(Protocol):
             Exception: it could not; the text says why.
         """
 
+    def clean(self) -> None:
+        """Removes what an earlier process left half-done; called once, with the lock held."""
+
     def discard(self, folder: Path) -> None:
         """Removes an attempt."""
 

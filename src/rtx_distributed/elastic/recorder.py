@@ -8,7 +8,6 @@ anybody hears of it, and answers the members.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ from rtx_distributed.metrics import (
     write_json_atomic,
 )
 
-_log = logging.getLogger(__name__)
+_REJECTS_TOLD = 20
 
 
 class Host(Protocol):
@@ -225,13 +224,20 @@ class Recorder:
         if self._links.get(worker) is link:
             del self._links[worker]
 
-    def is_connected(self, worker: int) -> bool:
-        return worker in self._links
+    @property
+    def connections(self) -> int:
+        """Members connected now."""
+        return len(self._links)
+
+    def knows(self, worker: int) -> bool:
+        """Whether ``worker`` was started and not lost, or is connected."""
+        return worker in self._links or any(one.worker == worker for one in self._state.people)
 
     def rejected(self, reason: str) -> None:
         """Something came over a connection that is no message of ours."""
         self.rejects += 1
-        _log.warning("dropped: %s", reason)
+        if self.rejects <= _REJECTS_TOLD:  # whoever sends nonsense must not fill the disk
+            self.event("message_rejected", cause=reason)
 
     def receive(self, worker: int, message: m.FromWorker) -> None:
         try:

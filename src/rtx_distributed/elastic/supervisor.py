@@ -31,10 +31,9 @@ from rtx_distributed.elastic.processes import (
     end_descendants,
     signal_name,
 )
-from rtx_distributed.elastic.publish import Publisher
 from rtx_distributed.elastic.recorder import Recorder
 from rtx_distributed.elastic.tail import Tail
-from rtx_distributed.errors import RtxError
+from rtx_distributed.errors import RtxError, RunFolderError
 from rtx_distributed.metrics import Console, make_console
 
 _SETTLE_S = 0.7
@@ -58,15 +57,26 @@ def supervise(job: Job, *, console: Console | None = None) -> Outcome:
     lock = RunLock(job.run_dir)
     shown = console if console is not None else make_console(sys.stderr)
     try:
-        outcome = asyncio.run(_Supervisor(job, shown).run())
+        job.publisher.clean()
+        try:
+            supervisor = _Supervisor(job, shown)
+        except OSError as error:
+            raise RunFolderError(f"the run folder `{job.run_dir}`: {error}") from error
+        outcome = asyncio.run(supervisor.run())
     finally:
         lock.release()
-    if outcome.exit_code not in (0, 3):
-        shown.close()
-        if job.debug and outcome.traceback:
-            shown.note(outcome.traceback)
-        shown.error(outcome.text)
+    _show(outcome, shown, debug=job.debug)
     return outcome
+
+
+def _show(outcome: Outcome, console: Console, *, debug: bool) -> None:
+    if outcome.exit_code == 3:
+        console.event(f"{outcome.cause}: stopped in order; checkpoint: {outcome.checkpoint}")
+    if outcome.exit_code not in (0, 3):
+        console.close()  # what still waits is shown now: the error comes last
+        if debug and outcome.traceback:
+            console.note(outcome.traceback)
+        console.error(outcome.text)
 
 
 @dataclass(slots=True)
@@ -85,7 +95,7 @@ class _Supervisor:
         self._failures: list[Failure] = []
         self._stopping = _Stopping()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._publisher: Publisher = job.publisher
+        self._publisher = job.publisher
         self._journal = Journal(job.run_dir / "journal.jsonl")
         self._recorder = Recorder(
             job.run_dir,
@@ -124,7 +134,7 @@ class _Supervisor:
             left = end_descendants(
                 sessions=self._crew.sessions, spared=spared, limit_s=_LAST_RESORT_S
             )
-            self._crew.close()
+            await self._crew.close()
             for number in handled:
                 loop.remove_signal_handler(number)
         if tail is not None:
@@ -167,7 +177,13 @@ class _Supervisor:
         if summary.get("checkpoint") is None:
             text = f"{self._stopping.reason or 'stopped'}: no checkpoint was written"
             return Outcome(1, text, summary=summary)
-        return Outcome(3, "", summary=summary, cause=self._stopping.reason or "stopped")
+        return Outcome(
+            3,
+            "",
+            summary=summary,
+            cause=self._stopping.reason or "stopped",
+            checkpoint=summary["checkpoint"],
+        )
 
     def _end(self, outcome: Outcome) -> None:
         """The first outcome counts."""
@@ -230,7 +246,8 @@ class _Supervisor:
     def _stop_before_workers(self) -> None:
         newest = self._publisher.newest()
         if newest is not None:
-            self._end(Outcome(3, "", cause=f"{self._stopping.reason} before the first step"))
+            cause = f"{self._stopping.reason} before the first step"
+            self._end(Outcome(3, "", cause=cause, checkpoint=str(newest)))
         else:
             self._end(Outcome(1, f"{self._stopping.reason} before the first step: nothing trained"))
 
