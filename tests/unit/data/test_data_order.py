@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rtx_distributed import data
 from rtx_distributed.data.order import (
     GivenOrder,
     SampleOrder,
@@ -52,11 +53,11 @@ def test_permutation_is_bijective_for_100003(key: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(n=st.integers(1, 2**62), key=st.integers(0, 2**64 - 1), data=st.data())
+@given(n=st.integers(1, 2**62), key=st.integers(0, 2**64 - 1), draw=st.data())
 def test_permutation_stays_inside_and_apart_at_any_size(
-    n: int, key: int, data: st.DataObject
+    n: int, key: int, draw: st.DataObject
 ) -> None:
-    some = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True))
+    some = draw.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True))
     image = permute(np.array(some, dtype=np.int64), n=n, key=key)
     assert len(set(image.tolist())) == len(some)
     assert int(image.min()) >= 0
@@ -279,10 +280,17 @@ def test_r43_fewer_samples_than_ranks() -> None:
 
 def test_order_and_plan_import_no_torch() -> None:
     code = (
-        "import sys, rtx_distributed.data, rtx_distributed.data.order, rtx_distributed.data.plan;"
+        "import sys, rtx_distributed.data as data; data.order, data.plan, data.open_dataset;"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(data, name) is not None for name in data.__all__)
+    assert sorted(data.__all__) == sorted(set(data.__all__))
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = data.nothing
