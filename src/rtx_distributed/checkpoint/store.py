@@ -7,16 +7,18 @@ Nothing whose name begins with a dot is ever read as a checkpoint: ``.tmp-*`` ar
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtx_distributed.checkpoint.disk import DISK, Disk, remove_tree
+from rtx_distributed.checkpoint.disk import DISK, Disk, remove_quietly, remove_tree, write_all
 from rtx_distributed.checkpoint.manifest import read_manifest
 from rtx_distributed.checkpoint.retention import Entry, to_delete
 from rtx_distributed.checkpoint.verify import Problem, verify
-from rtx_distributed.errors import CheckpointError
+from rtx_distributed.errors import CheckpointError, RunFolderError
 
 FOLDER = "checkpoints"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -73,7 +75,7 @@ def candidates(run_dir: Path) -> list[Candidate]:
 
 def unfinished(run_dir: Path) -> list[Path]:
     """Attempts that never became a checkpoint."""
-    return [p for p in _children(run_dir / FOLDER) if p.name.startswith(".tmp-")]
+    return [p for p in _children(run_dir / FOLDER) if p.name.startswith(".tmp-g")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +121,56 @@ def collect_garbage(run_dir: Path, *, disk: Disk = DISK) -> list[Path]:
     for who holds the run folder's lock: another process's attempt looks just the same."""
     removed = []
     for path in _children(run_dir / FOLDER):
-        if path.name.startswith((".tmp-", ".del-")) and path.is_dir():
+        if path.name.startswith((".tmp-", ".del-")):
             with contextlib.suppress(OSError):
-                remove_tree(disk, path)
+                if path.is_dir():
+                    remove_tree(disk, path)
+                else:
+                    disk.unlink(path)
                 removed.append(path)
     return removed
+
+
+def preflight(run_dir: Path, *, checkpoint_bytes: int, keep: int, disk: Disk = DISK) -> list[str]:
+    """Tries, before the first step, what saving needs: creates the folder, writes, fsyncs and
+    renames a probe, and compares the free space with the size of a checkpoint.
+
+    Returns warnings (too little space for all that is kept). Raises ``RunFolderError`` where the
+    folder cannot be written or not even one checkpoint fits.
+    """
+    folder = run_dir / FOLDER
+    probe = folder / f".tmp-probe-{os.getpid()}"
+    try:
+        disk.make_folder(folder)
+        fd = disk.create(probe)
+        try:
+            write_all(disk, fd, b"probe")
+            disk.fsync(fd)
+        finally:
+            disk.close(fd)
+        renamed = probe.with_name(f"{probe.name}-renamed")
+        disk.rename(probe, renamed)
+        disk.unlink(renamed)
+        free = disk.free_bytes(folder)
+    except OSError as error:
+        remove_quietly(disk, probe)
+        raise RunFolderError(
+            f"`{folder}` cannot be written on {socket.gethostname()}: "
+            f"{error.strerror or error}; choose another `run.dir`"
+        ) from error
+    if free < checkpoint_bytes:
+        raise RunFolderError(
+            f"a checkpoint needs about {checkpoint_bytes:,} bytes and `{folder}` on "
+            f"{socket.gethostname()} has {free:,} free; make room, or choose another `run.dir`"
+        )
+    # One more than is kept: the oldest goes only when the newest is complete.
+    whole = (keep + 1) * checkpoint_bytes
+    if free < whole:
+        return [
+            f"`checkpoint.keep = {keep}` needs about {whole:,} bytes and `{folder}` has {free:,} "
+            f"free: saving will fail when it is full"
+        ]
+    return []
 
 
 def apply_retention(

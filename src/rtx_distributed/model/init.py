@@ -4,7 +4,7 @@ the model was first built without memory."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import xxhash
@@ -58,12 +58,7 @@ def initialise(model: nn.Module, *, seed: int) -> None:
             f"`{away[0]}` is on {model.get_parameter(away[0]).device}: draw the weights on the CPU "
             f"and move the model afterwards, so that they are the same on every device"
         )
-    _poison(model)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            _reset(model)
-    _refuse_unset(model)
+    _draw(model, seed=seed, buffers=False)
 
 
 def materialise(model: nn.Module, *, device: torch.device | str, seed: int) -> None:
@@ -98,10 +93,19 @@ def materialise(model: nn.Module, *, device: torch.device | str, seed: int) -> N
         _initialise_decoder(model, seed=seed)
     else:
         # Tied afterwards: each of the modules draws its own numbers when the model is built too.
-        initialise(model, seed=seed)
+        _draw(model, seed=seed, buffers=True)
         _tie(model, ties)
     model.to(device)
     _tie(model, ties)
+
+
+def _draw(model: nn.Module, *, seed: int, buffers: bool) -> None:
+    """Marks, resets, and refuses what is still marked. ``buffers``: they hold nothing yet."""
+    _poison([*model.parameters(), *(model.buffers() if buffers else ())])
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        _reset(model)
+    _refuse_unset(model, buffers=buffers)
 
 
 def _initialise_decoder(model: Decoder, *, seed: int) -> None:
@@ -147,22 +151,23 @@ def _reset_buffers(module: nn.Module) -> None:
         reset()
 
 
-def _poison(model: nn.Module) -> None:
+def _poison(tensors: Iterable[Tensor]) -> None:
     """Marks every floating tensor, so that one which nothing initialises is found."""
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in tensors:
             if tensor.is_floating_point():
                 tensor.fill_(math.nan)
 
 
-def _refuse_unset(model: nn.Module) -> None:
+def _refuse_unset(model: nn.Module, *, buffers: bool) -> None:
+    named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
     unset = [
         (name, tensor)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        for name, tensor in named
         if tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().any())
     ]
     # An integer buffer cannot be marked: it counts as set when its module has any reset at all.
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules() if buffers else ():
         if any(hasattr(module, n) for n in ("reset_parameters", "reset_buffers")):
             continue
         for name, buffer in module.named_buffers(recurse=False):
@@ -205,10 +210,23 @@ def parameter_aliases(model: nn.Module) -> dict[str, str]:
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under plain names, tied ones once."""
-    kept = set(model.state_dict(keep_vars=True)) - set(_ties(model))
-    return {
-        plain_name(name): tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if name in kept
-    }
+    """Parameters and persistent buffers under plain names, tied ones once. Raises ``ConfigError``
+    where two plain names are equal, or a module has state that is no tensor."""
+    ties = _ties(model)
+    weights: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name in ties:
+            continue
+        plain = plain_name(name)
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"`{name}` of the model's state is a {type(value).__name__}, not a tensor; only "
+                f"tensors can be saved"
+            )
+        if plain in weights:
+            raise ConfigError(
+                f"two tensors of the model are both called `{plain}` once the wrappers' "
+                f"`module.` and `_orig_mod.` are left out; rename one of them"
+            )
+        weights[plain] = value
+    return weights

@@ -26,6 +26,7 @@ from rtx_distributed.checkpoint import (
     layout,
     newest_valid,
     parse_step,
+    preflight,
     publish,
     read_manifest,
     step_name,
@@ -36,7 +37,7 @@ from rtx_distributed.checkpoint import (
 from rtx_distributed.checkpoint.manifest import _SEAL, MANIFEST, ChunkReport, decode
 from rtx_distributed.checkpoint.read import read_tensors
 from rtx_distributed.checkpoint.write import spec_of, write_shard
-from rtx_distributed.errors import CheckpointError
+from rtx_distributed.errors import CheckpointError, RunFolderError
 from tests.unit.checkpoint.saving import (
     assert_same,
     blank_like,
@@ -383,6 +384,23 @@ def test_a_real_full_disk_is_reported_before_a_byte_is_written(tmp_path: Path) -
     assert list((tmp_path / "t").iterdir()) == []
 
 
+def test_preflight(tmp_path: Path) -> None:
+    class Little(Disk):
+        def free_bytes(self, path: Path) -> int:
+            return 100
+
+    assert preflight(tmp_path, checkpoint_bytes=10, keep=3) == []
+    assert preflight(tmp_path, checkpoint_bytes=25, keep=3, disk=Little()) == []
+    (warning,) = preflight(tmp_path, checkpoint_bytes=26, keep=3, disk=Little())
+    assert "`checkpoint.keep = 3` needs about 104 bytes" in warning
+    with pytest.raises(RunFolderError, match=r"needs about 101 bytes and .* has 100 free"):
+        preflight(tmp_path, checkpoint_bytes=101, keep=2, disk=Little())
+    for number in range(1, 6):
+        with pytest.raises(RunFolderError, match=r"cannot be written .* No space left on device"):
+            preflight(tmp_path, checkpoint_bytes=1, keep=2, disk=failing_at(number, errno.ENOSPC))
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
 # R25
 
 
@@ -432,9 +450,10 @@ def test_garbage(tmp_path: Path) -> None:
     (path.parent / ".tmp-g1-step-00000020-a0").mkdir()
     (path.parent / ".tmp-g1-step-00000020-a0" / "shard-00000.safetensors").write_bytes(b"x")
     (path.parent / ".del-step-00000005").mkdir()
+    (path.parent / ".tmp-probe-1").write_bytes(b"x")
     (path.parent / "notes").mkdir()
     assert [p.name for p in unfinished(tmp_path)] == [".tmp-g1-step-00000020-a0"]
-    assert len(collect_garbage(tmp_path)) == 2
+    assert len(collect_garbage(tmp_path)) == 3
     assert sorted(p.name for p in path.parent.iterdir()) == ["notes", "step-00000010"]
 
 

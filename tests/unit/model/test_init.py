@@ -153,3 +153,29 @@ def test_a_model_half_on_meta_is_refused_and_one_in_memory_is_kept() -> None:
     before = whole.weight.clone()
     materialise(whole, device="cpu", seed=0)
     assert torch.equal(whole.weight, before)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(3.0))
+        self.linear = nn.Linear(2, 2)
+
+
+def test_drawing_again_leaves_buffers_alone() -> None:
+    model = Positions()
+    initialise(model, seed=0)
+    assert model.get_buffer("table").tolist() == [0.0, 1.0, 2.0]
+    torch.manual_seed(0)
+    assert torch.equal(model.linear.weight, nn.Linear(2, 2).weight)
+    with pytest.raises(ConfigError, match=r"table \(3,\) of Positions"):
+        materialise(on_meta(Positions), device="cpu", seed=0)
+
+
+def test_plain_names_that_meet_are_refused() -> None:
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    assert list(named_weights(model)) == ["weight", "bias"]
+    model.weight = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ConfigError, match="both called `weight`"):
+        named_weights(model)
