@@ -69,6 +69,7 @@ class SlotLoader:
     fetch: replaces ``fetch_slot(dataset, slot)``
     workers: processes forked at the first use, kept until ``close``; 0: this process
     prefetch: slots fetched ahead by each worker
+    worker_init: called first in each worker, with the worker's number
     pin: put tensors into page-locked memory, for copies to a device
 
     Loader workers end with the process that forked them, however that ends. One loader serves one
@@ -83,6 +84,7 @@ class SlotLoader:
         workers: int = 0,
         prefetch: int = 2,
         pin: bool = False,
+        worker_init: Callable[[int], None] | None = None,
     ) -> None:
         if workers < 0 or prefetch < 1:
             raise ValueError(f"`workers` ({workers}) must be >= 0, `prefetch` ({prefetch}) >= 1")
@@ -90,6 +92,7 @@ class SlotLoader:
         self._workers = min(workers, getattr(dataset, "most_workers", workers))
         self._prefetch = prefetch
         self._pin = pin
+        self._worker_init = worker_init
         self._loader: DataLoader[Any] | None = None
         self._sampler = _SlotSampler()
         self._processes: list[multiprocessing.process.BaseProcess] = []
@@ -193,7 +196,7 @@ class SlotLoader:
             collate_fn=_unchanged,
             num_workers=workers,
             pin_memory=self._pin,
-            worker_init_fn=_WorkerSetup(os.getpid()) if workers else None,
+            worker_init_fn=_WorkerSetup(os.getpid(), self._worker_init) if workers else None,
             multiprocessing_context="fork" if workers else None,
             persistent_workers=workers > 0,
             prefetch_factor=self._prefetch if workers else None,
@@ -318,8 +321,9 @@ class _WorkerSetup:
     """Runs first in each loader worker."""
 
     parent: int
+    then: Callable[[int], None] | None
 
-    def __call__(self, _worker: int) -> None:
+    def __call__(self, worker: int) -> None:
         # The end of a run, orderly or not, is its trainer's business: signals that a terminal or a
         # launcher sends to the whole group must not take data away from it while it saves.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -328,6 +332,8 @@ class _WorkerSetup:
         prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != self.parent:
             os._exit(1)  # the parent died before the line above
+        if self.then is not None:
+            self.then(worker)
 
 
 @contextlib.contextmanager

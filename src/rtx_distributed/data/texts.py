@@ -70,12 +70,15 @@ def list_folder(folder: Path) -> Listing:
     """
     files: list[TextFile] = []
     other: list[str] = []
+    linked: list[str] = []
 
     def fail(error: OSError) -> None:
         raise unreadable(Path(os.fsdecode(error.filename or folder)), error)
 
     for root, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        # Not followed: a link upwards would never end.
+        linked += [name for name in folders if Path(root, name).is_symlink()]
         for name in names:
             path = Path(root, name)
             if name.startswith("."):
@@ -88,8 +91,12 @@ def list_folder(folder: Path) -> Listing:
     if not files:
         found = f"{len(other)} other files, as `{min(other)}`" if other else "nothing"
         raise DataError(f"the folder `{folder}` holds no text or JSONL file (found {found})")
-    skipped = (f"{len(other)} files that are not text, as `{min(other)}`",) if other else ()
-    return Listing(tuple(files), skipped)
+    skipped: list[str] = []
+    if other:
+        skipped.append(f"{len(other)} files that are not text, as `{min(other)}`")
+    if linked:
+        skipped.append(f"{len(linked)} links to folders, as `{min(linked)}`")
+    return Listing(tuple(files), tuple(skipped))
 
 
 def list_standard_library(folder: Path | None = None) -> Listing:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import GeneratorType
 from typing import Any
 
@@ -30,7 +31,7 @@ _TAG_SAMPLER = 0x73616D706C65  # "sample"
 class UserData:
     """A source of batches, its order, and what was taken from a DataLoader.
 
-    workers, batch_size: the DataLoader's; None where there was none
+    workers, batch_size, worker_init: the DataLoader's; None where there was none
     notes: lines for the user on what became of it
     """
 
@@ -39,6 +40,7 @@ class UserData:
     workers: int | None
     batch_size: int | None
     notes: tuple[str, ...]
+    worker_init: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +173,21 @@ def _from_loader(loader: DataLoader[Any], rules: _Rules) -> UserData:
             f"{rules.name}: drop_last has no effect, since batches go on over the end of an epoch: "
             "no sample is dropped"
         )
-    return UserData(source, order, workers, loader.batch_size, tuple(notes))
+    return UserData(
+        source, order, workers, loader.batch_size, tuple(notes), worker_init=loader.worker_init_fn
+    )
 
 
 def _loader_order(loader: DataLoader[Any], source: MapData, rules: _Rules) -> tuple[Order, str]:
     """The global order that the DataLoader's sampler asks for, and what to say about it."""
     name, count = rules.name, len(source)
+    most = 100 * count + 1_000_000
 
     def built_in(shuffle: bool) -> Order:
         return SampleOrder(count, seed=rules.seed, fingerprint=source.fingerprint, shuffle=shuffle)
 
     if type(loader.batch_sampler) is not BatchSampler:
-        given = _Drawn(loader.batch_sampler, rules.seed, batches=True)
+        given = _Drawn(loader.batch_sampler, rules.seed, batches=True, most=most)
         line = f"{name}: its batch sampler gives the global order; the batches are the run's own"
         return GivenOrder(given, dataset_length=count), line
     sampler = loader.sampler
@@ -197,7 +202,7 @@ def _loader_order(loader: DataLoader[Any], source: MapData, rules: _Rules) -> tu
             f"shuffled: {sampler.shuffle}"
         )
         return built_in(sampler.shuffle), line
-    given = _Drawn(sampler, rules.seed, batches=False)
+    given = _Drawn(sampler, rules.seed, batches=False, most=most)
     line = f"{name}: its {kind.__name__} gives the global order"
     return GivenOrder(given, dataset_length=count), line
 
@@ -214,6 +219,7 @@ class _Drawn:
     sampler: Any
     seed: int
     batches: bool
+    most: int
 
     def __call__(self, epoch: int) -> Sequence[int]:
         key = hash_words(_TAG_SAMPLER, self.seed, epoch)
@@ -224,7 +230,17 @@ class _Drawn:
                 generator = getattr(part, "generator", None)
                 if generator is not None:
                     generator.manual_seed(key >> 1)
-            drawn = list(self.sampler)
-        if self.batches:
-            return [int(index) for batch in drawn for index in batch]
-        return [int(index) for index in drawn]
+            drawn = list(islice(self._ids(), self.most + 1))
+        if len(drawn) > self.most:
+            raise DataError(
+                f"the sampler {type(self.sampler).__name__} gives more than {self.most} samples in "
+                f"epoch {epoch} and seems to have no end: an epoch must end, then it is asked again"
+            )
+        return drawn
+
+    def _ids(self) -> Iterator[int]:
+        for part in self.sampler:
+            if self.batches:
+                yield from map(int, part)
+            else:
+                yield int(part)

@@ -180,11 +180,13 @@ def test_folder_is_sorted_and_hidden_files_left_out(opened: Any, tmp_path: Path)
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
+    (root / "up").symlink_to(root)
     data = opened(root, length=1)
     # "b.jsonl" < "b/1.txt", since "." < "/".
     assert bytes(_tokens(data)) == b"1234"
     assert data.train.array.documents == 4
     assert any("1 files that are not text, as `z.png`" in note for note in data.notes)
+    assert any("1 links to folders, as `up`" in note for note in data.notes)
 
 
 def test_r42_listing_order_of_the_system_does_not_matter(

@@ -181,6 +181,35 @@ def test_r42c_random_samplers_are_a_function_of_the_epoch() -> None:
     assert any("RandomSampler gives" in note for note in adapt(replaced, seed=5).notes)
 
 
+def test_endless_sampler_is_refused() -> None:
+    class Endless(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield 0
+
+    with pytest.raises(DataError, match=r"Endless gives more than 1000400 samples .* no end"):
+        adapt(DataLoader(Numbers(4), sampler=Endless()), seed=0)
+
+
+def test_worker_init_of_the_loader_is_used() -> None:
+    class Opened(Numbers):
+        handle = 0
+
+        def __getitem__(self, index: int) -> int:
+            return self.handle + index
+
+    dataset = Opened(4)
+
+    def init(worker: int) -> None:
+        dataset.handle = 100
+
+    data = adapt(DataLoader(dataset, worker_init_fn=init, num_workers=1), seed=0)
+    assert data.workers == 1
+    slots = _plan(data.order, steps=1).slots(0)
+    with SlotLoader(data.source, workers=1, worker_init=data.worker_init) as loader:
+        assert [b.tolist() for _, b in loader.batches(slots)] == [[100, 101], [102, 103]]
+
+
 def test_distributed_sampler_is_replaced() -> None:
     sampler = DistributedSampler(Numbers(10), num_replicas=2, rank=1, shuffle=False)
     data = adapt(DataLoader(Numbers(10), sampler=sampler), seed=0)
