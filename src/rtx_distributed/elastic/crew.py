@@ -8,9 +8,11 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -23,6 +25,7 @@ from rtx_distributed.elastic.recorder import Recorder
 from rtx_distributed.elastic.spawn import SpawnRequest
 
 _NO_ONE = -1
+_LAST_WORDS_S = 0.3
 # Where a signal came from, beside the workers' numbers; -1 is the supervisor itself.
 _WARM_PARENT = -2
 _STORE = -3
@@ -35,7 +38,9 @@ class Worker:
     number: int
     pid: int
     board: Board
+    link: asyncio.Task[None]
     alive: bool = True
+    ended_at: float = 0.0
 
 
 class Crew:
@@ -112,24 +117,33 @@ class Crew:
         finally:
             theirs.close()
             os.close(board_descriptor)
-        worker = Worker(number, pid, board)
-        self.workers[number] = worker
         self.sessions.add(pid)
         self._recorder.started(number, pid=pid, node=socket.gethostname())
         reader, writer = await asyncio.open_connection(sock=ours)
-        link = serve(
+        connection = serve(
             reader,
             writer,
             receiver=self._recorder,
             token=self._token,
             expected=lambda hello: hello.worker == number and hello.pid == pid,
         )
-        task = asyncio.get_running_loop().create_task(link)
-        self._links.add(task)
-        task.add_done_callback(self._links.discard)
+        worker = Worker(number, pid, board, self._keep(connection))
+        self.workers[number] = worker
         self._watch(pid, lambda code: self._worker_ended(worker, code))
 
+    def _keep(self, body: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(body)
+        self._links.add(task)
+        task.add_done_callback(self._links.discard)
+        return task
+
     def _worker_ended(self, worker: Worker, code: int | None) -> None:
+        worker.ended_at = time.monotonic()
+        self._keep(self._report_end(worker, code))
+
+    async def _report_end(self, worker: Worker, code: int | None) -> None:
+        """What the worker said before it ended is heard first."""
+        await asyncio.wait({worker.link}, timeout=_LAST_WORDS_S)
         worker.alive = False
         self._on_death(worker, code)
         if len(self.workers) == len(self.numbers) and not self.alive:
@@ -148,9 +162,7 @@ class Crew:
         line = (await reader.readline()).split()
         if len(line) != 2 or line[0] != b"port":
             raise NurseryError(f"the key-value store did not start (see `{self._logs}/store.log`)")
-        task = asyncio.get_running_loop().create_task(self._hear_store(reader, writer))
-        self._links.add(task)
-        task.add_done_callback(self._links.discard)
+        self._keep(self._hear_store(reader, writer))
         return "127.0.0.1", int(line[1])
 
     async def _hear_store(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

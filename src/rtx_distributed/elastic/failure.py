@@ -92,6 +92,11 @@ def from_death(
     )
 
 
+def is_echo(failure: Failure, failures: Iterable[Failure]) -> bool:
+    """Whether ``failure`` follows from another one, as far as ``failures`` tell by now."""
+    return failure.comm or first_of(failures) is not failure
+
+
 def first_of(failures: Iterable[Failure]) -> Failure:
     """The one to blame: the earliest that is not a failed collective; a failed collective is the
     echo of another failure and counts only where there is nothing else."""

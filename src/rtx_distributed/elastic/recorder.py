@@ -48,6 +48,9 @@ class Host(Protocol):
     def run_failed(self) -> None:
         """The run cannot go on: the failure itself was reported before."""
 
+    def run_finished(self) -> None:
+        """All members have finished and may leave."""
+
     def fatal(self, error: RtxError) -> None:
         """The recorder itself cannot go on."""
 
@@ -376,6 +379,7 @@ class Recorder:
             elif isinstance(decision, ms.Finish):
                 self._finished = True
                 self._broadcast(m.Farewell())
+                self._host.run_finished()
             else:
                 self._host.run_failed()
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from rtx_distributed.elastic import messages as m
-from rtx_distributed.elastic.failure import Failure, first_of, from_fault
+from rtx_distributed.elastic.failure import Failure, first_of, from_fault, is_echo
 from rtx_distributed.elastic.folder import RunLock
 from rtx_distributed.elastic.journal import Journal
 from rtx_distributed.elastic.links import Link, serve
@@ -182,6 +182,9 @@ class RecorderThread:
     def run_failed(self) -> None:
         self._recorder.abort("the run ends: another worker failed")
 
+    def run_finished(self) -> None:
+        """Nothing to do: the ranks end as their launcher wants."""
+
     def fatal(self, error: RtxError) -> None:
         self._console.error(str(error))
         self._recorder.abort(str(error))
@@ -195,7 +198,7 @@ class RecorderThread:
             failure.worker,
             cause=failure.cause,
             step=failure.step,
-            follow_on=first_of(self._failures) is not failure,
+            follow_on=is_echo(failure, self._failures),
         )
 
 

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from rtx_distributed.elastic import messages as m
 from rtx_distributed.elastic.control import STOP_SIGNALS
 from rtx_distributed.elastic.crew import Crew, Worker
-from rtx_distributed.elastic.failure import Failure, first_of, from_death, from_fault
+from rtx_distributed.elastic.failure import Failure, first_of, from_death, from_fault, is_echo
 from rtx_distributed.elastic.folder import RunLock
 from rtx_distributed.elastic.job import Job, Outcome
 from rtx_distributed.elastic.journal import Journal
@@ -127,7 +126,8 @@ class _Supervisor:
                 self._start(tail.follow())
             self._start(self._launch())
             outcome = await self._ending
-            await self._recorder.settle(_PUBLISH_S)
+            # A checkpoint on its way is not given up, unless the user wants the end at once.
+            await self._recorder.settle(_PUBLISH_S if outcome.exit_code != 130 else 1.0)
         finally:
             await self._cancel_tasks()
             self._crew.kill()
@@ -167,7 +167,9 @@ class _Supervisor:
 
     def _write_config(self) -> None:
         if self._job.config_toml is not None:
-            (self._job.run_dir / "config.toml").write_text(self._job.config_toml)
+            temporary = self._job.run_dir / f".config.toml.{os.getpid()}.tmp"
+            temporary.write_text(self._job.config_toml)
+            temporary.replace(self._job.run_dir / "config.toml")
 
     def _outcome_of_summaries(self) -> Outcome:
         summaries = self._recorder.summaries
@@ -251,7 +253,19 @@ class _Supervisor:
         else:
             self._end(Outcome(1, f"{self._stopping.reason} before the first step: nothing trained"))
 
+    def run_finished(self) -> None:
+        self._start(self._after(_LEAVE_S, self._end_stragglers))
+
+    def _end_stragglers(self) -> None:
+        alive = [worker for worker in self._crew.workers.values() if worker.alive]
+        self._console.warning(
+            f"{len(alive)} workers had finished and did not end within {_LEAVE_S:g} s: killed"
+        )
+        self._end(self._outcome_of_summaries())
+
     def _grace_over(self) -> None:
+        if self._recorder.finished:
+            return
         newest = self._publisher.newest()
         kept = (
             "there is no checkpoint" if newest is None else f"the newest checkpoint is `{newest}`"
@@ -290,7 +304,7 @@ class _Supervisor:
             self._end_if_all_ended()
             return
         if self._recorder.finished:
-            if code != 0:
+            if code not in (0, None):
                 place = self._recorder.place(worker.number)
                 failure = from_death(code, place, time=0.0, step=None, phase="end")
                 self._console.warning(f"after the end of training, {failure.text}")
@@ -300,7 +314,7 @@ class _Supervisor:
             from_death(
                 code,
                 self._recorder.place(worker.number),
-                time=time.monotonic(),
+                time=worker.ended_at,
                 step=step,
                 phase=phase,
             )
@@ -316,7 +330,7 @@ class _Supervisor:
             failure.worker,
             cause=failure.cause,
             step=failure.step,
-            follow_on=first_of(self._failures) is not failure,
+            follow_on=is_echo(failure, self._failures),
         )
 
     def _end_if_all_ended(self) -> None:
