@@ -91,7 +91,7 @@ class C10dCommunicator(Communicator):
             return DoneHandle()
         return self._run(
             f"all_gather of {output.numel()} {output.dtype}",
-            lambda: self._group._allgather_base(output, tensor),
+            lambda: self._group._allgather_base(output.view(-1), tensor.view(-1)),
             (output, tensor),
             async_op,
         )
@@ -103,7 +103,7 @@ class C10dCommunicator(Communicator):
             return DoneHandle()
         return self._run(
             f"reduce_scatter of {tensor.numel()} {tensor.dtype}",
-            lambda: self._group._reduce_scatter_base(output, tensor),
+            lambda: self._group._reduce_scatter_base(output.view(-1), tensor.view(-1)),
             (output, tensor),
             async_op,
         )

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from rtx_distributed.comm.c10d import connect_store
 from rtx_distributed.comm.communicator import Communicator
@@ -52,18 +53,29 @@ def choose_backend(requested: Backend, device: torch.device) -> tuple[str, str]:
 
 
 def form(
-    meeting: Rendezvous, *, backend: str, device: torch.device, timeout_s: float
+    meeting: Rendezvous,
+    *,
+    backend: str,
+    device: torch.device,
+    timeout_s: float,
+    store: Store | None = None,
 ) -> Communicator:
     """Forms the communicator of a generation; every member calls it.
+
+    Args:
+        store: a connected store to meet in; by default the one that ``meeting`` names.
 
     Raises:
         CommError: a member did not come, or the store cannot be reached.
     """
     if meeting.world_size == 1:
         return LocalCommunicator(generation=meeting.generation)
-    store = connect_store(
-        meeting.store_host, meeting.store_port, meeting.prefix, timeout_s=timeout_s
-    )
+    if store is None:
+        store = connect_store(
+            meeting.store_host, meeting.store_port, meeting.prefix, timeout_s=timeout_s
+        )
+    else:
+        store = PrefixStore(meeting.prefix, store)
     if backend == "nccl":
         return NcclCommunicator(
             store,

@@ -52,19 +52,21 @@ class GlooCommunicator(C10dCommunicator):
                 f"gloo could not form generation {generation} on rank {rank} of {world_size}: "
                 f"{first_line(error)}"
             ) from error
-        self._sockets = sorted(_stream_sockets() - before)
+        self._sockets = sorted(_stream_sockets() - before)  # (descriptor, inode)
         super().__init__(
             group, backend="gloo", rank=rank, world_size=world_size, generation=generation
         )
 
     def abort(self) -> None:
-        for descriptor in self._sockets:
+        for descriptor, inode in self._sockets:
             try:
                 sock = socket.socket(fileno=os.dup(descriptor))
             except OSError:
                 continue
             try:
-                sock.shutdown(socket.SHUT_RDWR)
+                # gloo closes the socket of a lost peer, and its number may be another's by now
+                if os.fstat(sock.fileno()).st_ino == inode:
+                    sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # already closed by the peer
             finally:
@@ -78,10 +80,10 @@ class GlooCommunicator(C10dCommunicator):
         self._sockets = []
 
 
-def _stream_sockets() -> set[int]:
-    """Descriptors of this process's connected TCP sockets (a listener must not be shut down: gloo
-    ends the process when its accept loop fails)."""
-    found: set[int] = set()
+def _stream_sockets() -> set[tuple[int, int]]:
+    """This process's connected TCP sockets, by descriptor and inode (a listener must not be shut
+    down: gloo ends the process when its accept loop fails)."""
+    found: set[tuple[int, int]] = set()
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         try:
@@ -93,7 +95,7 @@ def _stream_sockets() -> set[int]:
         try:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 sock.getpeername()
-                found.add(descriptor)
+                found.add((descriptor, os.fstat(descriptor).st_ino))
         except OSError:
             pass
         finally:

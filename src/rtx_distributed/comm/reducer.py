@@ -44,6 +44,7 @@ class _Slot:
     bucket: int
     position: int
     used: bool = False
+    final: bool = False  # its gradient of the step's last backward is there
 
 
 @dataclass(slots=True)
@@ -56,12 +57,14 @@ class BucketReducer:
         communicator: of this generation.
         bucket_bytes: the size of a bucket; the first one to be reduced is kept smaller
             (1 MiB at most), so that communication starts early.
+        overlap: reduce while backward still runs; otherwise after it.
     """
 
     parameters: Sequence[tuple[str, torch.nn.Parameter]]
     communicator: Communicator
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
+    overlap: bool = True
     buckets: list[Bucket] = field(init=False, default_factory=list)
     timing: ReduceTiming = field(init=False, default_factory=ReduceTiming)
     reductions: int = field(init=False, default=0)
@@ -87,7 +90,7 @@ class BucketReducer:
         views = []
         offset = 0
         for position, parameter in enumerate(params):
-            views.append(flat[offset : offset + parameter.numel()].view(parameter.shape))
+            views.append(_view_like(flat[offset : offset + parameter.numel()], parameter))
             offset += parameter.numel()
             self._slots[parameter] = _Slot(bucket=len(self.buckets), position=position)
         self.buckets.append(Bucket(flat=flat, params=params, views=views, indices=indices))
@@ -105,10 +108,11 @@ class BucketReducer:
                 parameter.grad = None
         for slot in self._slots.values():
             slot.used = False
+            slot.final = False
 
     def arm(self) -> None:
         """The next backward is the last of this step: buckets may go as they fill."""
-        self._armed = True
+        self._armed = self.overlap
 
     def _on_grad(self, parameter: torch.nn.Parameter) -> None:
         # A hook that raised would leave later parameters without gradients; finish() raises it.
@@ -136,11 +140,25 @@ class BucketReducer:
             parameter.grad = view
         slot.used = True
         if self._armed:
+            if slot.final:
+                self._came_again(slot, bucket)
+                return
+            slot.final = True
             bucket.pending -= 1
             if bucket.pending == 0 and slot.bucket == self._next:
                 before = self._next
                 self._launch_ready()
                 self.timing.launched_early += self._next - before
+
+    def _came_again(self, slot: _Slot, bucket: Bucket) -> None:
+        """Re-entrant checkpointing runs a backward within the backward: a parameter used in two
+        such parts gets its gradient in two portions. Harmless until its bucket has gone."""
+        if slot.bucket < self._next:
+            name = self.parameters[bucket.indices[slot.position]][0]
+            raise ConfigError(
+                f"the gradient of `{name}` came in two portions, the second after its reduction "
+                "had begun; use `torch.utils.checkpoint` with `use_reentrant=False`"
+            )
 
     def _launch_ready(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
@@ -186,7 +204,7 @@ class BucketReducer:
 
     def squared_norm(self) -> torch.Tensor:
         """The squared 2-norm of all reduced gradients, float64, a scalar tensor."""
-        norms = [torch.linalg.vector_norm(bucket.flat).double() for bucket in self.buckets]
+        norms = [_norm(bucket.flat).double() for bucket in self.buckets]
         if not norms:
             return torch.zeros((), dtype=torch.float64)
         return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
@@ -205,6 +223,20 @@ class BucketReducer:
             for parameter in bucket.params:
                 parameter.grad = None
         self.buckets = []
+
+
+def _view_like(piece: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """``piece`` [numel] in the parameter's shape and, where it is dense, its memory order: fused
+    optimizers walk parameter and gradient side by side in memory, whatever their strides."""
+    if parameter.is_contiguous() or not torch._prims_common.is_non_overlapping_and_dense(parameter):
+        return piece.view(parameter.shape)
+    return piece.as_strided(parameter.shape, parameter.stride())
+
+
+def _norm(flat: torch.Tensor) -> torch.Tensor:
+    # In bf16 the result alone would be off by 0.4 %, in fp16 it would overflow beyond 65504.
+    half = flat.dtype in (torch.bfloat16, torch.float16)
+    return torch.linalg.vector_norm(flat, dtype=torch.float32 if half else None)
 
 
 def _plan_buckets(

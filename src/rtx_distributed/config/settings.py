@@ -243,6 +243,9 @@ class CommConfig(Section):
         default=600.0, description="seconds after which a collective has failed"
     )
     bucket_mib: Positive = Field(default=25.0, description="size of a gradient bucket in MiB")
+    overlap: bool = Field(
+        default=True, description="reduce gradients while the backward pass still runs"
+    )
 
 
 class MetricsConfig(Section):

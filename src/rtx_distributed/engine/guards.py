@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,8 +20,8 @@ def decide(
         counted: tokens counted in the global batch; with none there is nothing to apply.
         policy: ``train.nonfinite``.
         attempt: 0 at first; a step is redone once.
-        scaled: fp16 with a loss scale; an overflow there is the scale's fault, never the data's,
-            so the step is skipped and the scale lowered.
+        scaled: fp16 with a loss scale, and the losses themselves were finite: an overflow is then
+            the scale's fault, not the data's, so the step is skipped and the scale lowered.
     """
     if counted == 0:
         return "skip"
@@ -62,7 +63,7 @@ class EarlyStop:
     bad: int = 0
 
     def after(self, loss: float) -> EarlyStop:
-        if self.best is None or loss < self.best:
+        if math.isfinite(loss) and (self.best is None or loss < self.best):
             return EarlyStop(self.patience, loss, 0)
         return EarlyStop(self.patience, self.best, self.bad + 1)
 

@@ -9,6 +9,16 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from rtx_distributed.data.order import hash_words
+
+_TAG_COMPUTE = 0x636F6D70  # "comp"
+
+
+def compute_seed(slot_seed: int) -> int:
+    """The seed of a slot's forward: another one than its data were drawn with, or a dropout mask
+    would repeat the numbers of an augmentation."""
+    return hash_words(_TAG_COMPUTE, slot_seed) >> 1
+
 
 def seed_streams(seed: int) -> None:
     """Seeds the streams that user code draws from: Python's, NumPy's and torch's (all devices)."""

@@ -19,7 +19,7 @@ from rtx_distributed.comm import Communicator
 from rtx_distributed.data.plan import Slot
 from rtx_distributed.engine import vote
 from rtx_distributed.engine.guards import EarlyStop, LossScale, NonFinitePolicy, decide
-from rtx_distributed.engine.rng import seed_streams
+from rtx_distributed.engine.rng import compute_seed, seed_streams
 from rtx_distributed.engine.schedule import Schedule
 from rtx_distributed.engine.seams import RunControl
 from rtx_distributed.errors import CommError, ConfigError, NonFiniteError
@@ -123,14 +123,18 @@ class Step:
         back to the committed ones.
         """
         context = self._context
+        if self._visited or self._open:
+            raise ConfigError(
+                "`step.slots` was iterated twice in one step; a slot is computed once"
+            )
         for position, slot in enumerate(self.mine):
             context.control.phase("data", self.index)
             with context.clock.phase("data"):
-                got, batch = next(self._stream)
+                got, batch = next(self._stream, (None, None))
                 if got != slot:
                     raise CommError(f"the loader served slot {got} where {slot} was due")
                 batch = to_device(batch, context.device)
-            seed_streams(slot.seed)
+            seed_streams(compute_seed(slot.seed))
             context.layout.begin_slot(last=position == len(self.mine) - 1)
             self._open = True
             context.control.phase("forward", self.index)
@@ -146,7 +150,8 @@ class Step:
 
         Args:
             loss_sum: scalar, summed (not averaged) over what counts in the slot.
-            count: how much that was: tokens, or samples. With 0 the slot adds nothing.
+            count: how much that was: tokens, or samples. With 0 the slot adds nothing; a number or
+                a tensor on the CPU is looked at, so there the loss may even be 0/0.
         """
         if not self._open:
             raise ConfigError(
@@ -158,6 +163,9 @@ class Step:
                 f"`step.backward` takes a scalar, got a loss of shape {list(loss_sum.shape)}; "
                 "sum it over what counts"
             )
+        self._open = False  # a second call in this slot is refused
+        if not _on_device(count) and float(count) == 0:
+            return
         context = self._context
         context.control.phase("backward", self.index)
         detached = loss_sum.detach().double()
@@ -178,7 +186,6 @@ class Step:
         guard = off if context.settings.precision.name != "fp32" else contextlib.nullcontext()
         with context.clock.phase("backward"), guard:
             (loss_sum * (scale / self._normalizer)).backward()  # type: ignore[no-untyped-call]
-        self._open = False  # a second call in this slot is refused
 
     def finish(self) -> Outcome:
         """Reduces, votes and, if the vote is accepted, commits.
@@ -241,7 +248,7 @@ class Step:
             counted=reduced.counted,
             policy=context.settings.nonfinite,
             attempt=self.attempt,
-            scaled=state.scale is not None,
+            scaled=state.scale is not None and not reduced.nonfinite_ranks,
         )
         schedule = context.settings.schedule
         scheduled = schedule.at(state.updates) if schedule else None
@@ -295,6 +302,10 @@ def _nonfinite_text(step: int, norm: float, reduced: Reduced) -> str:
         f"the loss was not finite on {who or 'no rank: it overflowed in backward'}; "
         "`train.nonfinite` says stop. Lower `train.lr`, or set it to skip or redo"
     )
+
+
+def _on_device(count: float | torch.Tensor) -> bool:
+    return isinstance(count, torch.Tensor) and count.device.type != "cpu"
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

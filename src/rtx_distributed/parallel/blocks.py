@@ -20,7 +20,7 @@ def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
         if isinstance(module, torch.nn.ModuleList):
             size = sum(p.numel() for p in module.parameters())
             if size > most:
-                best, most = list(module), size
+                best, most = list(dict.fromkeys(module)), size  # a shared block stands once
     return best
 
 

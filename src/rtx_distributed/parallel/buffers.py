@@ -44,10 +44,15 @@ class SlotBuffers:
 
     @torch.no_grad()
     def collect(self, slot: int) -> None:
-        """Takes what slot number ``slot`` of the step made of the buffers."""
-        for live, total in zip(self._live, self._sums, strict=True):
+        """Takes what slot number ``slot`` of the step made of the buffers.
+
+        Of floating ones the change is summed, so that a buffer that nobody touches keeps its bits
+        (the mean of n equal numbers may be off by one in the last place), infinities included.
+        """
+        for live, committed, total in zip(self._live, self._committed, self._sums, strict=True):
             if live.is_floating_point():
-                total += live
+                change = live.double() - committed.double()
+                total += torch.where(live == committed, 0.0, change)
             elif slot == 0:
                 total.copy_(live)  # exact in float64 up to 2**53
 
@@ -62,7 +67,9 @@ class SlotBuffers:
         for live, committed in zip(self._live, self._committed, strict=True):
             piece = reduced[offset : offset + live.numel()].view(live.shape)
             offset += live.numel()
-            committed.copy_(piece / slots if live.is_floating_point() else piece)
+            if live.is_floating_point():
+                piece = torch.where(piece == 0, committed, committed.double() + piece / slots)
+            committed.copy_(piece)
             live.copy_(committed)
 
     @torch.no_grad()

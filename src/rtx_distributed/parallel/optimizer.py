@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from rtx_distributed.errors import ConfigError
+
 _PREFIX = "optimizer/"
 
 
@@ -31,6 +33,11 @@ def build_optimizer(model: torch.nn.Module, settings: OptimizerSettings) -> torc
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ConfigError(
+            f"{type(model).__name__} has no parameter that trains (`requires_grad` is False "
+            "everywhere)"
+        )
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in trained)
     if settings.kind == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused)
@@ -40,11 +47,17 @@ def build_optimizer(model: torch.nn.Module, settings: OptimizerSettings) -> torc
 
 
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Can the optimizer divide gradients by ``grad_scale`` inside its own kernel?"""
+    """Can the optimizer divide gradients by ``grad_scale`` inside its own kernel?
+
+    Not float64 gradients: the kernels read the scale as float32.
+    """
     known = isinstance(
         optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     )
-    return known and all(group.get("fused") for group in optimizer.param_groups)
+    return known and all(
+        group.get("fused") and all(p.dtype != torch.float64 for p in group["params"])
+        for group in optimizer.param_groups
+    )
 
 
 def step_scaled(optimizer: torch.optim.Optimizer, factor: float, device: torch.device) -> None:
@@ -67,12 +80,15 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> str | None:
             _allocate_adam(optimizer, group, parameter)
         return None
     if isinstance(optimizer, torch.optim.SGD):
+        late = False
         for group, parameter in _trained(optimizer):
-            if group["momentum"] != 0 and group["dampening"] == 0:
+            if group["momentum"] != 0 and group["dampening"] != 0:
+                late = True  # the first update does not dampen: zeros would not be the same
+            elif group["momentum"] != 0:
                 optimizer.state[parameter].setdefault(
                     "momentum_buffer", torch.zeros_like(parameter)
                 )
-        return None
+        return "SGD with `dampening` allocates its state at the first update" if late else None
     if isinstance(optimizer, torch.optim.Adagrad):
         return None  # allocates in its constructor
     return f"{type(optimizer).__name__} allocates its state at the first update"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rtx_distributed.comm import BucketReducer, Communicator
+from rtx_distributed.errors import ConfigError
 from rtx_distributed.model import parameter_aliases, plain_name
 from rtx_distributed.parallel.buffers import SlotBuffers
 from rtx_distributed.parallel.optimizer import (
@@ -55,6 +56,7 @@ class Replicate:
         *,
         device: torch.device,
         bucket_bytes: int = 25 * 2**20,
+        overlap: bool = True,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -65,12 +67,33 @@ class Replicate:
         }
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._parameters = trained
-        self.reducer = BucketReducer(trained, communicator, bucket_bytes=bucket_bytes)
+        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+        self._check_optimizer()
+        self.reducer = BucketReducer(
+            trained, communicator, bucket_bytes=bucket_bytes, overlap=overlap
+        )
         self.buffers = SlotBuffers(model)
         self._scales_inside = takes_grad_scale(optimizer)
 
+    def _check_optimizer(self) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter not in self.names:
+                    raise ConfigError(
+                        f"the optimizer holds a parameter of shape {list(parameter.shape)} that "
+                        "is not part of the model, so its gradient would not be reduced; put it "
+                        "into the model"
+                    )
+
     def begin(self) -> None:
         """Starts an attempt at a step from committed state."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"parameter `{name}` was frozen when training began and now has "
+                    "`requires_grad`, so its gradient would not be reduced; let it require "
+                    "gradients from the start, or begin anew"
+                )
         self.reducer.begin()
         self.buffers.begin()
 
@@ -166,9 +189,11 @@ class Replicate:
         return parameter_aliases(self.model)
 
     def sync_from_first(self) -> None:
-        """Copies rank 0's weights and buffers to all ranks."""
+        """Copies rank 0's weights and buffers to all ranks, as bytes: any dtype, any strides."""
         for tensor in _unique([*self.model.parameters(), *self.model.buffers()]):
-            self._communicator.broadcast(tensor.detach())
+            bits = tensor.detach().reshape(-1).clone().view(torch.uint8)
+            self._communicator.broadcast(bits)
+            tensor.detach().copy_(bits.view(tensor.dtype).view(tensor.shape))
         self.buffers.reload()
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,8 @@ from rtx_distributed.errors import ClusterError, ConfigError
 from rtx_distributed.metrics import PhaseClock
 from rtx_distributed.parallel import Replicate, allocate_state, choose_precision, forbid_tf32
 from rtx_distributed.trainer.ambient import Place, join
-from rtx_distributed.trainer.userdata import UserData, adapt
+from rtx_distributed.trainer.userdata import TrainData, prepare_training
+from rtx_distributed.trainer.weights import agree_on_weights
 
 
 class MultiGpuTrainer:
@@ -124,26 +124,11 @@ class MultiGpuTrainer:
             session.communicator,
             device=session.device,
             bucket_bytes=int(self.config.comm.bucket_mib * 2**20),
+            overlap=self.config.comm.overlap,
         )
-        if not self._same_weights(layout):
-            session.control.warn(
-                "the ranks built different weights; all take those of rank 0. Seed the "
-                "initialisation (`torch.manual_seed`) to silence this"
-            )
-            layout.sync_from_first()
-            if not self._same_weights(layout):
-                raise ConfigError("the ranks' models differ in more than their weights")
+        agree_on_weights(session, layout)
         self._model, self._optimizer, self._layout = model, optimizer, layout
         return model, optimizer
-
-    def _same_weights(self, layout: Replicate) -> bool:
-        session = self._place.session
-        mine = float(weights_digest(layout.model))
-        device = session.device
-        extremes = torch.tensor([mine, -mine], dtype=torch.float64, device=device)
-        session.communicator.all_reduce(extremes, op="max").wait()
-        top, bottom = extremes.tolist()
-        return bool(top == -bottom)
 
     def steps(
         self,
@@ -154,7 +139,7 @@ class MultiGpuTrainer:
         global_batch: int | None = None,
         micro_batch: int | None = None,
         shuffle: bool | None = None,
-        collate: Callable[[Sequence[Any]], Any] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
         on_commit: Callable[[Outcome], None] | None = None,
     ) -> Iterator[Step]:
         """Yields ``n`` steps (or those of ``epochs``); each is committed when the next is asked
@@ -175,7 +160,7 @@ class MultiGpuTrainer:
         layout = self._layout
         if layout is None:
             raise ConfigError("`steps` needs a model: call `prepare(model, optimizer)` first")
-        data = adapt(
+        data = prepare_training(
             dataset,
             self.config,
             seed=self._seed,
@@ -183,6 +168,7 @@ class MultiGpuTrainer:
             micro_batch=micro_batch,
             shuffle=shuffle,
             collate=collate,
+            by_epochs=epochs is not None,
             device=self.device,
         )
         plan = BatchPlan(
@@ -197,13 +183,16 @@ class MultiGpuTrainer:
         self._loop.on_commit = on_commit
         session = self._place.session
         if self.rank == 0:
-            session.start_notes(data.notes, total_steps=plan.steps, first_step=0)
+            session.announce(
+                [*self._place.notes, *data.notes], total_steps=plan.steps, flops_per_token=None
+            )
+        session.control.resumed(0, path=None)
         try:
             yield from self._loop.steps()
         finally:
             data.source.close()
 
-    def _make_loop(self, layout: Replicate, plan: BatchPlan, data: UserData) -> Loop:
+    def _make_loop(self, layout: Replicate, plan: BatchPlan, data: TrainData) -> Loop:
         session = self._place.session
         precision = choose_precision(self.config.train.precision, session.device)
         if precision.name == "fp32":
@@ -308,13 +297,3 @@ class MultiGpuTrainer:
         output = tensor.new_empty((rows, *tensor.shape[1:]))
         self._place.session.communicator.reduce_scatter(output, tensor.contiguous()).wait()
         return output
-
-
-def weights_digest(model: torch.nn.Module) -> int:
-    """A 52-bit hash (exact in float64) over names, shapes, dtypes and bytes of all weights."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(flat.numpy().data)
-    return int.from_bytes(digest.digest(), "little") >> 12

@@ -63,10 +63,14 @@ def resolve(config: Config, *, device_kind: str) -> ResolvedRun:
 
 
 def warmup_steps(config: Config, preset: Preset, total: int) -> int:
-    """Warm-up of the schedule: as set, else the preset's, at most a tenth of the run."""
-    if config.train.warmup_steps is not None:
-        return config.train.warmup_steps
-    return min(preset.warmup_steps, total // 10)
+    """Warm-up of a preset's schedule: as set, else the preset's, at most a tenth of the run."""
+    return warmup_for(config, default=min(preset.warmup_steps, total // 10), total=total)
+
+
+def warmup_for(config: Config, *, default: int, total: int) -> int:
+    """Warm-up as set, else ``default``; never longer than the run."""
+    wanted = config.train.warmup_steps
+    return min(total, default if wanted is None else wanted)
 
 
 def _batch(config: Config, preset: Preset, notes: list[str]) -> tuple[int, int]:

@@ -46,7 +46,8 @@ from rtx_distributed.parallel import (
 from rtx_distributed.trainer.losses import Loss
 from rtx_distributed.trainer.saving import Saver, resume
 from rtx_distributed.trainer.session import Session
-from rtx_distributed.trainer.summary import Progress, finish_summary
+from rtx_distributed.trainer.summary import Progress, make_summary
+from rtx_distributed.trainer.weights import agree_on_weights
 
 
 @dataclass(slots=True)
@@ -58,6 +59,7 @@ class Task:
         warmup: steps of warm-up, of a number of steps in all.
         lr: peak learning rate.
         flops_per_token: for ``mfu``; None when unknown.
+        check_weights: the user built the model: all ranks must hold rank 0's weights.
         predicted_bytes: what a worker should need beyond an empty one, by kind; None when unknown.
         sample: text to show at the end, made by rank 0 from the trained model.
     """
@@ -77,7 +79,7 @@ class Task:
     predicted_bytes: dict[str, int] | None = None
     sample: Callable[[torch.nn.Module], str] | None = None
     notes: list[str] = field(default_factory=list)
-    sync_weights: bool = False
+    check_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +111,14 @@ def run_task(
     run_dir: Path,
     run_id: str,
     dry_run: bool = False,
-) -> TrainingMetrics:
+) -> tuple[TrainingMetrics, dict[str, Any]]:
     """Trains ``task`` to its end, or to a stop that all ranks agree on.
 
     Args:
         dry_run: one step, nothing saved and nothing evaluated.
+
+    Returns:
+        How it ended, and the summary that the worker reports with its ``done``.
 
     Raises:
         RtxError: of the library's tree; the caller reports it.
@@ -138,8 +143,8 @@ def run_task(
         early=EarlyStop(config.eval.early_stop_patience),
     )
     state = resume(saver, first)
-    if task.sync_weights and state.step == 0:
-        layout.sync_from_first()
+    if task.check_weights and state.step == 0:
+        agree_on_weights(session, layout)
     loop = _loop(session, task, config, layout, plan, precision, state)
     if not dry_run:
         loop.boundary = _Boundary(session, task, precision, saver)
@@ -161,9 +166,9 @@ def run_task(
         tokens_per_sec=progress.tokens_per_sec(),
         run_dir=run_dir,
     )
-    finish_summary(session, task, loop, progress, saver, metrics)
+    summary = make_summary(session, task, loop, progress, saver, metrics)
     layout.close()
-    return metrics
+    return metrics, summary
 
 
 def _prepare_model(task: Task, config: Config) -> None:
@@ -200,6 +205,7 @@ def _layout(session: Session, task: Task, config: Config) -> Replicate:
         session.communicator,
         device=session.device,
         bucket_bytes=int(config.comm.bucket_mib * 2**20),
+        overlap=config.comm.overlap,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from rtx_distributed.comm import Communicator, LocalCommunicator, Rendezvous, choose_backend, form
 from rtx_distributed.config import Config
@@ -69,8 +70,23 @@ class Session:
         self.communicator.close()
 
 
-def open_session(control: Control, config: Config, *, device: torch.device) -> Session:
+def worker_device(config: Config, *, local_rank: int = 0) -> torch.device:
+    """This worker's device. Under our supervisor it sees one alone; other launchers show all."""
+    if config.run.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    device = torch.device("cuda", local_rank if local_rank < visible else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def open_session(
+    control: Control, config: Config, *, device: torch.device, store: Store | None = None
+) -> Session:
     """Says that this worker is ready, waits for the generation and forms its communicator.
+
+    Args:
+        store: where another launcher's ranks meet; by default the generation says.
 
     Raises:
         CommError: the generation could not form.
@@ -102,5 +118,6 @@ def open_session(control: Control, config: Config, *, device: torch.device) -> S
         backend=backend,
         device=device,
         timeout_s=config.comm.timeout_s,
+        store=store,
     )
     return Session(control, generation, communicator, device, memory, f"comm: {note}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -63,15 +63,15 @@ def gather_numbers(session: Session, number: float) -> list[float]:
     return [float(value) for value in values.tolist()]
 
 
-def finish_summary(
+def make_summary(
     session: Session,
     task: Task,
     loop: Loop,
     progress: Progress,
     saver: Saver,
     metrics: TrainingMetrics,
-) -> None:
-    """Gathers the figures of all ranks and reports that this one is done."""
+) -> dict[str, Any]:
+    """Gathers the figures of all ranks; rank 0's summary has the lines for the console."""
     shares = gather_numbers(session, progress.exposed_share() or 0.0)
     peaks = gather_numbers(session, float(session.memory_peak() or 0))
     bases = gather_numbers(session, float(session.memory.base_bytes))
@@ -81,15 +81,13 @@ def finish_summary(
         lines = _lines(session, task, loop, progress, metrics, shares, peaks, bases)
         if task.sample is not None and not stopped:
             lines.append(("sample", task.sample(task.model)))
-    session.control.done(
-        {
-            "stopped": stopped,
-            "checkpoint": saver.last_path,
-            "ending": loop.ending,
-            "step": loop.state.step,
-            "lines": [list(line) for line in lines],
-        }
-    )
+    return {
+        "stopped": stopped,
+        "checkpoint": saver.last_path,
+        "ending": loop.ending,
+        "step": loop.state.step,
+        "lines": [list(line) for line in lines],
+    }
 
 
 def _lines(

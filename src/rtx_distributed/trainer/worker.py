@@ -25,26 +25,19 @@ from rtx_distributed.model import (
 from rtx_distributed.trainer.losses import language_metrics, next_token_loss
 from rtx_distributed.trainer.resolve import ResolvedRun, check_sequence, warmup_steps
 from rtx_distributed.trainer.run import Task, TrainingMetrics, run_task
-from rtx_distributed.trainer.session import Session, open_session
-from rtx_distributed.trainer.userdata import TokenSource
+from rtx_distributed.trainer.session import Session, open_session, worker_device
+from rtx_distributed.trainer.text import text_codec
+from rtx_distributed.trainer.userdata import LoaderSource
 
+_PROMPT_TOKENS = 48
 _SAMPLE_TOKENS = 160
-
-
-def worker_device(config: Config) -> torch.device:
-    """This worker's device: it sees one alone, or none."""
-    if config.run.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    return device
 
 
 def entry(control: Control, payload: dict[str, Any]) -> None:
     """Called in each worker by the supervisor."""
-    config = Config.model_validate(payload["config"])
+    config = Config(**payload["config"])
     session = open_session(control, config, device=worker_device(config))
-    train_decoder(
+    _, summary = train_decoder(
         session,
         config,
         run_dir=Path(payload["run_dir"]),
@@ -52,6 +45,7 @@ def entry(control: Control, payload: dict[str, Any]) -> None:
         notes=payload["notes"],
         dry_run=payload["dry_run"],
     )
+    control.done(summary)
     session.close()
 
 
@@ -63,8 +57,8 @@ def train_decoder(
     run_id: str,
     notes: Sequence[str],
     dry_run: bool = False,
-) -> TrainingMetrics:
-    """Trains the decoder that ``config`` describes."""
+) -> tuple[TrainingMetrics, dict[str, Any]]:
+    """Trains the decoder that ``config`` describes; returns its end, and the summary to report."""
     task = decoder_task(session, config, run_dir=run_dir, notes=notes)
     return run_task(session, task, config, run_dir=run_dir, run_id=run_id, dry_run=dry_run)
 
@@ -95,7 +89,9 @@ def decoder_task(session: Session, config: Config, *, run_dir: Path, notes: Sequ
     about = f"model: {preset.name}, {count:,} parameters, vocabulary {spec.vocab}"
     if spec.vocab != preset.spec.vocab:
         about += f" ({parameters(preset.spec):,} with the public model's {preset.spec.vocab})"
-    heldout = data.heldout
+    heldout, held = data.heldout, None
+    if heldout is not None:
+        held = LoaderSource(heldout, workers=0, device=session.device)
     return Task(
         model=model,
         order=SampleOrder(
@@ -104,17 +100,17 @@ def decoder_task(session: Session, config: Config, *, run_dir: Path, notes: Sequ
             fingerprint=data.train.fingerprint,
             shuffle=config.data.shuffle,
         ),
-        train=TokenSource(data.train, workers=config.data.workers, device=session.device),
+        train=LoaderSource(data.train, workers=config.data.workers, device=session.device),
         loss=next_token_loss,
         metrics=language_metrics(),
-        heldout=None if heldout is None else TokenSource(heldout, workers=0, device=session.device),
+        heldout=held,
         heldout_slots=() if heldout is None else evaluation_slots(len(heldout), micro),
         fixed=_fixed(config, spec, data),
         lr=config.train.lr or preset.lr,
         warmup=lambda total: warmup_steps(config, preset, total),
         flops_per_token=float(flops_per_token(spec, length)),
         predicted_bytes=predicted_bytes(spec, config, session.device, micro=micro, length=length),
-        sample=lambda trained: _sample(trained, data, session.device),
+        sample=lambda trained: _sample(trained, data, config, session.device),
         notes=[*notes, about, *data.notes],
     )
 
@@ -173,17 +169,11 @@ def _say_waiting(session: Session, seconds: float) -> None:
         session.control.note("the other ranks wait while one builds the data index (no time limit)")
 
 
-def _sample(model: torch.nn.Module, data: OpenedData, device: torch.device) -> str:
+def _sample(model: torch.nn.Module, data: OpenedData, config: Config, device: torch.device) -> str:
     """Text that the trained model writes, from the first held-out tokens on."""
     source = data.heldout or data.train
     prompt, _ = source.batch([0])
-    tokens = torch.from_numpy(prompt[:, :48]).to(device)
+    tokens = torch.from_numpy(prompt[:, :_PROMPT_TOKENS]).to(device)
     written = generate_tokens(model, tokens, steps=_SAMPLE_TOKENS, temperature=0.8, seed=0)
-    return decode_tokens(written[0].tolist(), data.train.array.tokenizer)
-
-
-def decode_tokens(tokens: Sequence[int], tokenizer: str | None) -> str:
-    """Text of byte tokens; the numbers themselves for any other tokenizer."""
-    if tokenizer == "bytes":
-        return bytes(tokens).decode(errors="replace")
-    return " ".join(map(str, tokens))
+    codec = text_codec(config.data.tokenizer, kind=data.train.array.tokenizer)
+    return codec.decode(written[0].tolist())
