@@ -109,15 +109,55 @@ def activation_bytes(
         16 + last + spec.layers * (4 * spec.hidden if activation_checkpointing else block)
     )
 
-    # Backward of the loss: the logits that the caller may still hold, and gradients as large.
-    loss_peak = c * logits if chunked else 8 * logits + c * logits
-    # Backward of a block: gradients of product, silu, gate and up, of the stream and one norm.
-    block_peak = 3 * c * spec.ffn + 8 * spec.hidden
-    if activation_checkpointing:
-        block_peak += block
-    matrices = spec.layers * block_matrix_parameters(spec) + spec.vocab * spec.hidden
-    return ActivationBytes(
+    transient, copies = _transient(
+        spec,
+        tokens=tokens,
+        c=c,
         saved=saved,
-        transient=tokens * max(loss_peak, block_peak),
-        weight_copies=2 * matrices if low_precision else 0,
+        block=tokens * block,
+        loss_saved=tokens * loss_saved,
+        chunked=chunked,
+        activation_checkpointing=activation_checkpointing,
     )
+    return ActivationBytes(saved=saved, transient=transient, weight_copies=copies)
+
+
+def _transient(
+    spec: ModelSpec,
+    *,
+    tokens: int,
+    c: int,
+    saved: int,
+    block: int,
+    loss_saved: int,
+    chunked: bool,
+    activation_checkpointing: bool,
+) -> tuple[int, int]:
+    """The greatest of the moments at which a pass needs most, beyond what it has saved, and the
+    copies of the weights. The caller must not hold on to the logits."""
+    logits = tokens * spec.vocab
+    matrix = spec.vocab * spec.hidden
+    copies, block_copies = 0, 0
+    if c == 2:
+        block_copies = 2 * block_matrix_parameters(spec)
+        copies = spec.layers * block_copies + 2 * matrix
+    if chunked:
+        piece = 4 * min(logits, LOSS_CHUNK_ELEMENTS)
+        loss = max(2 * piece, c * logits + piece)
+    else:
+        loss = 8 * logits
+    # The head's own gradient, before it is added; a tied one waits for the embedding's.
+    gradient = 4 * matrix
+    head = c * logits + gradient - loss_saved
+    step = tokens * (4 * spec.hidden + c * spec.ffn) - loss_saved
+    if spec.tied:
+        step += gradient
+    # At the end the two gradients of a tied matrix are added: in place where autocast's cast has
+    # made the head's afresh, else into a third matrix.
+    end = (2 if c == 2 else 3) * gradient - saved if spec.tied else 0
+    moments = [loss, head, step]
+    if activation_checkpointing:
+        # Forward holds the copies of all matrices; backward makes one block's again.
+        forward = tokens * (4 * spec.hidden + 3 * c * spec.ffn)
+        moments = [forward, *(m + block_copies - copies for m in (loss, head, step + block))]
+    return max(0, end - copies, *moments), copies

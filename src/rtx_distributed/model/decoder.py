@@ -232,6 +232,7 @@ class _ChunkedLoss(torch.autograd.Function):
             grad.scatter_add_(1, index, grad.new_full(index.shape, -1.0))
             grad.mul_((counted[part] * scale).unsqueeze(1))
             out[part] = grad
+            del grad  # before the next piece is made
         return out, None, None
 
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -204,6 +207,16 @@ def test_predicted_activations_equal_what_autograd_keeps(
     measured = saved_bytes(spec, batch=3, low_precision=low_precision)
     predicted = activation_bytes(spec, batch=3, sequence=48, low_precision=low_precision).saved
     assert predicted == pytest.approx(measured, rel=0.02)
+
+
+def test_predicted_peak_is_what_was_alive() -> None:
+    # In a process of its own: the profiler leaves a thread behind.
+    command = [sys.executable, "-m", "tests.unit.model.live_peak"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    cases = json.loads(done.stdout)
+    assert len(cases) == 8
+    for case in cases:
+        assert case["predicted"] == pytest.approx(case["measured"], rel=0.10), case
 
 
 def test_checkpointing_keeps_one_stream_per_block() -> None:
