@@ -97,7 +97,7 @@ def activation_bytes(
     tokens = batch * sequence
     c = 2 if low_precision else 4
     norm = 0 if fused_norm else 4 * spec.hidden
-    # 12 bytes of reciprocal roots, and the log-sum-exp of each head.
+    # The two norms' reciprocal roots, and the log-sum-exp of each head.
     block = 2 * (4 * spec.hidden + norm + c * spec.hidden) + 8 + 4 * spec.heads
     block += c * (2 * spec.hidden + 2 * spec.kv_hidden + 4 * spec.ffn)
     logits = spec.vocab
