@@ -49,7 +49,8 @@ class Communicator(ABC):
     def all_reduce(
         self, tensor: torch.Tensor, *, op: ReduceOp = "sum", async_op: bool = False
     ) -> Handle:
-        """Reduces ``tensor`` (any shape) in place over all ranks."""
+        """Reduces ``tensor`` (any shape) in place over all ranks. A sum with a NaN is NaN; what
+        ``min`` and ``max`` make of one is the backend's affair."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, async_op: bool = False) -> Handle:

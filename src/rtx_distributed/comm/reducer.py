@@ -226,11 +226,10 @@ class BucketReducer:
 
 
 def _view_like(piece: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """``piece`` [numel] in the parameter's shape and, where it is dense, its memory order: fused
-    optimizers walk parameter and gradient side by side in memory, whatever their strides."""
-    if parameter.is_contiguous() or not torch._prims_common.is_non_overlapping_and_dense(parameter):
-        return piece.view(parameter.shape)
-    return piece.as_strided(parameter.shape, parameter.stride())
+    """``piece`` [numel] in the parameter's shape and memory order: fused optimizers walk parameter,
+    gradient and state side by side in memory, whatever their strides."""
+    order = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
+    return piece.as_strided(parameter.shape, order.stride(), piece.storage_offset())
 
 
 def _norm(flat: torch.Tensor) -> torch.Tensor:

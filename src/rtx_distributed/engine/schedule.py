@@ -35,7 +35,7 @@ class Schedule:
             return self.lr * (updates + 1) / self.warmup
         if self.kind == "constant":
             return self.lr
-        span = max(1, self.total - self.warmup)
+        span = max(1, self.total - 1 - self.warmup)  # the last update is number `total - 1`
         progress = min(1.0, (updates - self.warmup) / span)
         if self.kind == "cosine":
             factor = self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
