@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ def show_farewell(
     if code not in (0, 3):
         return
     console = console or make_console(sys.stderr)
-    again = f"rtxd train {shlex.quote(str(folder / 'config.toml'))}"
+    again = f"{_rtxd(sys.argv[0])} train {shlex.quote(str(folder / 'config.toml'))}"
     step = int(summary.get("step", 0))
     if summary.get("ending") == "already":
         console.note(
@@ -41,3 +43,12 @@ def show_farewell(
     elif code == 3:
         console.note(f"stopped after step {step}; to resume: {again}")
     console.close()
+
+
+def _rtxd(started_as: str) -> str:
+    """``rtxd`` as it can be typed here: by its path where the environment is not activated."""
+    found = shutil.which("rtxd")
+    known = found is not None and os.path.realpath(found) == os.path.realpath(started_as)
+    if known or Path(started_as).name != "rtxd":
+        return "rtxd"
+    return shlex.quote(started_as)

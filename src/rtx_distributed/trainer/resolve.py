@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from rtx_distributed.config import Config, check_batch, replace
 from rtx_distributed.errors import ConfigError
@@ -53,6 +54,8 @@ def resolve(config: Config, *, device_kind: str) -> ResolvedRun:
         "train.global_batch": batch,
         "data.sequence_length": config.data.sequence_length or preset.sequence_length,
     }
+    for key, path in _paths(config).items():
+        changes[key] = path.absolute()  # a run goes on from whichever folder it is started in
     if config.train.lr is None:
         changes["train.lr"] = preset.lr
         notes.append(f"train.lr: {preset.lr:g} (of preset {name})")
@@ -60,6 +63,18 @@ def resolve(config: Config, *, device_kind: str) -> ResolvedRun:
         changes["train.steps"] = preset.steps
         notes.append(f"train.steps: {preset.steps} (of preset {name})")
     return ResolvedRun(replace(config, changes), preset, tuple(notes))
+
+
+def _paths(config: Config) -> dict[str, Path]:
+    """What was given as a path, by setting."""
+    data = config.data
+    given = {
+        "data.path": data.path,
+        "data.tokenizer": data.tokenizer,
+        "data.cache_dir": data.cache_dir,
+        "eval.path": config.eval.path,
+    }
+    return {key: path for key, path in given.items() if path is not None}
 
 
 def warmup_steps(config: Config, preset: Preset, total: int) -> int:
