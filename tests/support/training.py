@@ -257,3 +257,8 @@ def scalar_run(values: Sequence[float | None], **settings: Any) -> Run:
     if run.steps is None and run.epochs is None:
         run.epochs = 1
     return run
+
+
+def weight(run: Run) -> float:
+    """The one weight of a :func:`scalar_run`."""
+    return next(run.model.parameters()).item()
