@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import multiprocessing
+import multiprocessing.connection
+import multiprocessing.process
 import os
 import pickle
-import re
 import signal
 import threading
 import traceback
@@ -30,7 +31,8 @@ Fetch = Callable[[Slot], Any]
 
 _PR_SET_PDEATHSIG = 1
 _CLOSE_S = 5.0
-_TORCH_SAYS_DEAD = re.compile(r"DataLoader worker \(pid\(?s?\)? ?([\d, ]+)\)")
+# From the first sign of a worker's death to its exit status, on a busy machine.
+_DEATH_S = 2.0
 # What torch and Python say when workers start, and what it is worth here:
 _EXPECTED_WARNINGS = (
     # The number of workers is the user's setting.
@@ -148,26 +150,30 @@ class SlotLoader:
         iterator: Iterator[Any] | None = None
         try:
             while True:
-                self._raise_if_dead()
-                if iterator is None:
-                    iterator = self._start()
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
+                death = self._dead_worker(wait_s=0.0)
+                if death is None:
+                    try:
+                        if iterator is None:
+                            iterator = self._start()
+                        batch = next(iterator)
+                    except StopIteration:
+                        return
+                    except Exception:
+                        # The data set's own exceptions come as _Failed. What comes here while a
+                        # worker died is its echo, whatever it looks like: a closed connection, a
+                        # cut-off message, a missing file descriptor.
+                        death = self._dead_worker(wait_s=_DEATH_S, any_end=True)
+                        if death is None:
+                            raise
+                if death is not None:
+                    # Outside the handler: as its context the echo would keep torch's iterator.
+                    iterator = None
+                    self._discard()
+                    raise death
                 slot = self._sampler.drawn.popleft()
                 if isinstance(batch, _Failed):
                     raise batch.error
                 yield slot, batch
-        except LoaderWorkerError:
-            self._discard()
-            raise
-        except RuntimeError as error:
-            death = self._death(error) if self._workers else None
-            if death is None:
-                raise
-            self._discard()
-            raise death from None
         finally:
             # A traceback that somebody keeps would keep torch's iterator, and with it the workers.
             iterator = None
@@ -204,23 +210,22 @@ class SlotLoader:
             generator=torch.Generator(),
         )
 
-    def _raise_if_dead(self) -> None:
-        for process in self._processes:
-            if process.exitcode not in (None, 0):
-                raise _worker_error(process)
+    def _dead_worker(self, *, wait_s: float, any_end: bool = False) -> LoaderWorkerError | None:
+        """The error for a worker that died, waiting up to ``wait_s`` for one to; None if none did.
 
-    def _death(self, error: RuntimeError) -> LoaderWorkerError | None:
-        """The error to raise instead of ``error`` if that is torch's word for a dead worker."""
-        if not _TORCH_SAYS_DEAD.search(str(error)):
-            return None
+        An end without an error code counts only with ``any_end``.
+        """
+        if wait_s and self._processes:
+            ended = multiprocessing.connection.wait([p.sentinel for p in self._processes], wait_s)
+            for process in self._processes:
+                if process.sentinel in ended:
+                    # A process closes its files a moment before it can be waited for.
+                    process.join(wait_s)
         for process in self._processes:
-            # torch saw it end; its exit status is there within moments.
-            if str(process.pid) in str(error):
-                process.join(1.0)
-        for process in self._processes:
-            if process.exitcode is not None:
+            code = process.exitcode
+            if code is not None and (code or any_end):
                 return _worker_error(process)
-        return LoaderWorkerError(f"a loader worker died: {error}")
+        return None
 
     def _discard(self) -> None:
         """Drop all workers: with one gone, torch cannot go on with the others."""

@@ -189,6 +189,40 @@ def test_r03b_worker_killed_while_idle_is_named() -> None:
             list(running)
 
 
+@pytest.mark.parametrize("echo", [ConnectionResetError, EOFError, RuntimeError])
+def test_r03b_echo_of_a_death_is_not_taken_for_its_cause(
+    echo: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SlotLoader(MapData(Noisy()), workers=1) as loader:
+        running = loader.batches(_slots())
+        next(running)
+        queue = loader._loader._iterator._data_queue  # type: ignore[union-attr]
+
+        def get(timeout: float) -> None:
+            # The worker dies while a tensor of its is on the way.
+            psutil.Process(loader.worker_pids[0]).kill()
+            raise echo("second-hand")
+
+        monkeypatch.setattr(queue, "get", get)
+        with pytest.raises(LoaderWorkerError, match="signal 9"):
+            next(running)
+
+
+def test_an_error_of_the_slots_comes_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rtx_distributed.data.loader._DEATH_S", 0.05)
+
+    def slots() -> Iterator[Slot]:
+        yield _slots()[0]
+        raise OSError("of the caller")
+
+    for workers in (0, 1):
+        with (
+            SlotLoader(MapData(Noisy()), workers=workers) as loader,
+            pytest.raises(OSError, match="of the caller"),
+        ):
+            list(loader.batches(slots()))
+
+
 def test_worker_that_exits_is_named() -> None:
     with (
         SlotLoader(MapData(Unkind("exit")), workers=1) as loader,
