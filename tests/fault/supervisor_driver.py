@@ -25,6 +25,10 @@ class FolderPublisher:
         folder.rename(place)
         return place
 
+    def clean(self) -> None:
+        for left in self._folder.glob(".tmp-*"):
+            shutil.rmtree(left)
+
     def discard(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -41,8 +45,10 @@ def main() -> None:
     settings.setdefault("preload", ("json",))
     settings.setdefault("store", False)
     job = Job(**settings, payload=payload, publisher=FolderPublisher(run_dir))
+    console = PlainConsole(sys.stdout)
     try:
-        code = run(job, console=PlainConsole(sys.stdout))
+        code = run(job, console=console)
+        console.close()
     except RtxError as error:
         print(f"error: {error}")
         code = error.exit_code

@@ -50,6 +50,7 @@ def train(control: Control, payload: dict[str, Any]) -> None:
     dropped = control.resumed(start, path=None)
     control.facts(total_steps=payload["steps"])
     stopped, step = False, start
+    note(payload, os.getpid())
     while step < payload["steps"] and not stopped:
         control.phase("forward", step)
         misbehave(control, payload, rank, step)
@@ -59,7 +60,8 @@ def train(control: Control, payload: dict[str, Any]) -> None:
         stopped = control.stop_requested
     checkpoint = None
     if payload.get("save", True):
-        checkpoint = save(control, Path(payload["run_dir"]), step, rank)
+        # The real loop agrees on a step by its vote; these ranks do not know each other.
+        checkpoint = save(control, Path(payload["run_dir"]), 7, rank)
     control.done({"stopped": stopped, "checkpoint": checkpoint, "steps": step, "dropped": dropped})
 
 
@@ -70,13 +72,14 @@ def misbehave(control: Control, payload: dict[str, Any], rank: int | None, step:
         return
     if wrong.get("rank") != rank:
         if wrong.get("echo"):  # the collective of the others fails, first in time
+            time.sleep(0.3)  # all are under way by then
             raise CommError("connection closed by peer")
         if wrong.get("wait"):
             time.sleep(60)
         return
     what = wrong["what"]
     if what == "raise":
-        time.sleep(0.1 if wrong.get("echo") else 0.0)
+        time.sleep(0.4 if wrong.get("echo") else 0.0)
         raise ValueError("boom-7")
     if what == "usage":
         raise DataError("token 300 is outside the vocabulary of 256")
@@ -84,6 +87,10 @@ def misbehave(control: Control, payload: dict[str, Any], rank: int | None, step:
         sys.exit(0)
     if what == "warn":
         warnings.warn("mind the gap", stacklevel=1)
+    if what == "signal":
+        os.kill(os.getpid(), wrong["number"])
+    if what == "print":
+        print("from rank", rank, flush=True)
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "kill_with_children":
@@ -92,10 +99,11 @@ def misbehave(control: Control, payload: dict[str, Any], rank: int | None, step:
 
 
 def spawn_helper(payload: dict[str, Any]) -> None:
-    """A helper process that moved to a group of its own; its pid is noted."""
-    helper = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(120)"], process_group=0
-    )
+    """A helper in a group of its own that dies with its parent, as a loader worker does."""
+    code = "import ctypes, time; ctypes.CDLL(None).prctl(1, 9); print(flush=True); time.sleep(120)"
+    helper = subprocess.Popen([sys.executable, "-c", code], process_group=0, stdout=subprocess.PIPE)
+    assert helper.stdout is not None
+    helper.stdout.readline()
     note(payload, helper.pid)
 
 

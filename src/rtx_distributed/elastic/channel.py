@@ -18,6 +18,7 @@ from rtx_distributed.elastic.messages import FrameReader, MalformedFrame, encode
 
 _WAKE = b"\0"  # no signal has the number 0, so signals and wake-ups share one pipe
 _READ = 1 << 18
+_PART_S = 1.0
 
 
 class Channel:
@@ -85,9 +86,19 @@ class Channel:
             os.write(self._wake_write, _WAKE)
         if threading.current_thread() is not self._thread:
             self._thread.join(limit_s)
+        self._part()
         self._socket.close()
         os.close(self._wake_write)
         os.close(self._wake_read)
+
+    def _part(self) -> None:
+        """Says that nothing more comes and waits for the other side's end: closing with something
+        unread would reset the connection, and what was sent last could be lost."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(_PART_S)
+            while self._socket.recv(_READ):
+                pass
 
     def _serve(self) -> None:
         try:

@@ -18,7 +18,7 @@ import msgspec
 
 from rtx_distributed.elastic.board import Board
 from rtx_distributed.elastic.job import Job
-from rtx_distributed.elastic.links import serve
+from rtx_distributed.elastic.links import Link
 from rtx_distributed.elastic.nursery import Nursery, NurseryError, inherited_thread_settings
 from rtx_distributed.elastic.processes import kill_session, reap
 from rtx_distributed.elastic.recorder import Recorder
@@ -38,7 +38,7 @@ class Worker:
     number: int
     pid: int
     board: Board
-    link: asyncio.Task[None]
+    link: Link
     alive: bool = True
     ended_at: float = 0.0
 
@@ -78,7 +78,7 @@ class Crew:
         self._logs.mkdir(exist_ok=True)
         self._nursery = Nursery(on_signal=lambda number: on_signal(_WARM_PARENT, number))
         self._pidfds: set[int] = set()
-        self._links: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._none_alive = asyncio.Event()
 
     @property
@@ -119,22 +119,20 @@ class Crew:
             os.close(board_descriptor)
         self.sessions.add(pid)
         self._recorder.started(number, pid=pid, node=socket.gethostname())
-        reader, writer = await asyncio.open_connection(sock=ours)
-        connection = serve(
-            reader,
-            writer,
+        link = Link(
             receiver=self._recorder,
             token=self._token,
             expected=lambda hello: hello.worker == number and hello.pid == pid,
         )
-        worker = Worker(number, pid, board, self._keep(connection))
+        await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
+        worker = Worker(number, pid, board, link)
         self.workers[number] = worker
         self._watch(pid, lambda code: self._worker_ended(worker, code))
 
     def _keep(self, body: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(body)
-        self._links.add(task)
-        task.add_done_callback(self._links.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     def _worker_ended(self, worker: Worker, code: int | None) -> None:
@@ -143,7 +141,8 @@ class Crew:
 
     async def _report_end(self, worker: Worker, code: int | None) -> None:
         """What the worker said before it ended is heard first."""
-        await asyncio.wait({worker.link}, timeout=_LAST_WORDS_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(worker.link.ended.wait(), _LAST_WORDS_S)
         worker.alive = False
         self._on_death(worker, code)
         if len(self.workers) == len(self.numbers) and not self.alive:
@@ -225,9 +224,12 @@ class Crew:
 
     async def close(self) -> None:
         """Ends the connections."""
-        links = list(self._links)
-        for task in links:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*links, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in self.workers.values():
+            worker.link.close()
+        await asyncio.sleep(0)  # lets the closed connections go
         for worker in self.workers.values():
             worker.board.close()

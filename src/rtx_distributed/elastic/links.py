@@ -26,58 +26,91 @@ class Receiver(Protocol):
     def rejected(self, reason: str) -> None: ...
 
 
-class Link:
-    """A connection that has said a valid `Hello`."""
+class Link(asyncio.Protocol):
+    """One connection. A wrong token, protocol or worker, no `Hello` in time and a frame out of
+    bounds end it; a malformed frame is dropped; each is told to ``receiver.rejected`` with its
+    reason, and nothing that comes over the wire raises.
 
-    def __init__(self, worker: int, writer: asyncio.StreamWriter) -> None:
-        self.worker = worker
-        self._writer = writer
+    A protocol and no stream: a reset after the last message (a worker that dies with something
+    unread) makes a stream forget what it has received.
+
+    Args:
+        receiver: hears what comes.
+        token: the job's.
+        expected: whether a `Hello` with the right token and protocol is welcome.
+
+    Attributes:
+        ended: set when the connection has ended and everything received was heard.
+    """
+
+    def __init__(
+        self, *, receiver: Receiver, token: str, expected: Callable[[m.Hello], bool]
+    ) -> None:
+        self.ended = asyncio.Event()
+        self._receiver = receiver
+        self._token = token
+        self._expected = expected
+        self._worker: int | None = None
+        self._reader = m.FrameReader(bound=m.MAX_HELLO)
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def send(self, message: msgspec.Struct) -> None:
         """Queues a message; lost without a word when the connection has ended."""
-        if not self._writer.is_closing():
-            self._writer.write(m.encode(message))
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(m.encode(message))
 
     def close(self) -> None:
-        self._writer.close()
+        """Sends what is queued and ends the connection."""
+        if self._transport is not None:
+            self._transport.close()
 
+    # What the event loop tells.
 
-async def serve(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    *,
-    receiver: Receiver,
-    token: str,
-    expected: Callable[[m.Hello], bool],
-) -> None:
-    """Reads a connection until it ends. Whatever comes over it, this never raises: a wrong token,
-    protocol or worker and a frame out of bounds end the connection, a malformed frame is dropped;
-    each is counted by ``receiver.rejected`` with its reason."""
-    link: Link | None = None
-    try:
-        hello = m.decode_hello(await asyncio.wait_for(_frame(reader, m.MAX_HELLO), _HELLO_S))
-        _check(hello, token=token, expected=expected)
-        link = Link(hello.worker, writer)
-        receiver.connected(hello, link)
-        while True:
-            body = await _frame(reader, m.MAX_FRAME)
-            try:
-                receiver.receive(hello.worker, m.decode_from_worker(body))
-            except m.MalformedFrame as error:
-                receiver.rejected(f"worker {hello.worker}: {error}")
-    except (m.MalformedFrame, PermissionError, TimeoutError) as error:
-        receiver.rejected(str(error) or "no `Hello` in time")
-    except (asyncio.IncompleteReadError, ConnectionError, OSError):
-        pass  # how every connection ends
-    finally:
-        if link is not None:
-            receiver.disconnected(link.worker, link)
-        writer.close()
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._timer = asyncio.get_running_loop().call_later(
+            _HELLO_S, self._refuse, "no `Hello` in time"
+        )
 
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._reader.feed(data):
+                if self._worker is None:
+                    self._greet(m.decode_hello(body))
+                else:
+                    self._hear(self._worker, body)
+        except (m.MalformedFrame, PermissionError) as error:
+            self._refuse(str(error))
 
-async def _frame(reader: asyncio.StreamReader, bound: int) -> bytes:
-    header = await reader.readexactly(m.HEADER.size)
-    return await reader.readexactly(m.check_length(m.HEADER.unpack(header)[0], bound=bound))
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._worker is not None:
+            self._receiver.disconnected(self._worker, self)
+        self.ended.set()
+
+    def _greet(self, hello: m.Hello) -> None:
+        _check(hello, token=self._token, expected=self._expected)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._worker = hello.worker
+        self._reader.bound = m.MAX_FRAME
+        self._receiver.connected(hello, self)
+
+    def _hear(self, worker: int, body: bytes) -> None:
+        try:
+            message = m.decode_from_worker(body)
+        except m.MalformedFrame as error:
+            self._receiver.rejected(f"worker {worker}: {error}")
+        else:
+            self._receiver.receive(worker, message)
+
+    def _refuse(self, reason: str) -> None:
+        who = "" if self._worker is None else f"worker {self._worker}: "
+        self._receiver.rejected(f"{who}{reason}")
+        self.close()
 
 
 def _check(hello: m.Hello, *, token: str, expected: Callable[[m.Hello], bool]) -> None:

@@ -9,6 +9,7 @@ one makes the message malformed.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -258,25 +259,28 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames, whatever the pieces it arrives in."""
+    """Cuts a stream of bytes into frames, whatever the pieces it arrives in.
+
+    Attributes:
+        bound: longest body taken.
+    """
 
     def __init__(self, *, bound: int = MAX_FRAME) -> None:
-        self._bound = bound
+        self.bound = bound
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """The bodies of the frames that ``data`` completes.
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The bodies of the frames that ``data`` completes, one by one; to be exhausted.
 
         Raises:
             MalformedFrame: a length out of bounds; the stream is unusable from there on.
         """
         self._buffer += data
-        bodies = []
         while len(self._buffer) >= HEADER.size:
-            length = check_length(HEADER.unpack_from(self._buffer)[0], bound=self._bound)
+            length = check_length(HEADER.unpack_from(self._buffer)[0], bound=self.bound)
             end = HEADER.size + length
             if len(self._buffer) < end:
-                break
-            bodies.append(bytes(self._buffer[HEADER.size : end]))
+                return
+            body = bytes(self._buffer[HEADER.size : end])
             del self._buffer[:end]
-        return bodies
+            yield body

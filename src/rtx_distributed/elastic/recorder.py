@@ -250,6 +250,10 @@ class Recorder:
         except (ValueError, TypeError) as error:
             # Well-formed but senseless; one member's mistake must not end the recorder.
             self.rejected(f"worker {worker}: {type(message).__name__}: {error}")
+        except Exception as error:
+            wrapped = RtxError(f"the recorder failed: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            self._host.fatal(wrapped)
 
     def _on_facts(self, worker: int, facts: m.Facts) -> None:
         self._facts = self._facts or facts

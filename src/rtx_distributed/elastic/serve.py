@@ -5,6 +5,7 @@ there: nobody restarts or ends a rank but the launcher.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import threading
@@ -15,7 +16,7 @@ from rtx_distributed.elastic import messages as m
 from rtx_distributed.elastic.failure import Failure, first_of, from_fault, is_echo
 from rtx_distributed.elastic.folder import RunLock
 from rtx_distributed.elastic.journal import Journal
-from rtx_distributed.elastic.links import Link, serve
+from rtx_distributed.elastic.links import Link
 from rtx_distributed.elastic.processes import signal_name
 from rtx_distributed.elastic.publish import Publisher
 from rtx_distributed.elastic.recorder import Recorder
@@ -106,23 +107,25 @@ class RecorderThread:
             publisher=self._publisher,
             journal=journal,
         )
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server = await asyncio.start_server(self._accept, self._host, 0)
+        self._links: list[Link] = []
+        self._server = await self._loop.create_server(self._link, self._host, 0)
         name = self._server.sockets[0].getsockname()
         self.address = (str(name[0]), int(name[1]))
         journal.start([self.first_worker + rank for rank in range(self._workers)])
         self._recorder.event("start", workers=self._workers, pid=os.getpid(), cause="start")
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        await serve(reader, writer, receiver=self, token=self.token, expected=self._expects)
-        self._tasks.discard(task)
+    def _link(self) -> Link:
+        link = Link(receiver=self, token=self.token, expected=self._expects)
+        self._links = [one for one in self._links if not one.ended.is_set()] + [link]
+        return link
 
     def _expects(self, hello: m.Hello) -> bool:
         rank = hello.worker - self.first_worker
         return 0 <= rank < self._workers and not self._recorder.knows(hello.worker)
+
+    async def _all_ended(self) -> None:
+        for link in self._links:
+            await link.ended.wait()
 
     async def _end(self, *, exit_code: int, cause: str) -> None:
         deadline = self._loop.time() + _LEAVE_S
@@ -131,9 +134,10 @@ class RecorderThread:
                 await asyncio.sleep(0.01)
         await self._recorder.settle(_LEAVE_S)
         self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in self._links:
+            link.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_ended(), _LEAVE_S)
         await self._server.wait_closed()
         self._recorder.close(
             orderly=self._recorder.finished and not self._failures,

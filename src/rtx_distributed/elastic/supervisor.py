@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,6 +117,7 @@ class _Supervisor:
     async def run(self) -> Outcome:
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
+        loop.set_exception_handler(self._on_loop_error)
         spared = {(stat.pid, stat.start_ticks) for stat in children_of(os.getpid())}
         become_subreaper()
         handled = self._take_signals(loop)
@@ -197,6 +199,11 @@ class _Supervisor:
         task = asyncio.get_running_loop().create_task(body)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_end)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A mistake of ours in a callback must end the run, not leave it without a supervisor."""
+        error = context.get("exception")
+        self.fatal(error if error is not None else RuntimeError(context["message"]))
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -293,10 +300,11 @@ class _Supervisor:
         self._start(self._after(_SETTLE_S, self._end_by_failure))
 
     def fatal(self, error: BaseException) -> None:
-        if isinstance(error, RtxError):
-            self._end(Outcome(error.exit_code, str(error)))
-        else:
-            self._end(Outcome(1, f"the supervisor failed: {type(error).__name__}: {error}"))
+        text = str(error)
+        if not isinstance(error, RtxError):
+            text = f"the supervisor failed: {type(error).__name__}: {error}"
+        code = error.exit_code if isinstance(error, RtxError) else 1
+        self._end(Outcome(code, text, traceback="".join(traceback.format_exception(error))))
 
     def _on_death(self, worker: Worker, code: int | None) -> None:
         """A worker's process ended."""

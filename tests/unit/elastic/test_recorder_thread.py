@@ -324,7 +324,7 @@ def test_nobody_at_the_address_is_named() -> None:
 
 
 def test_an_address_in_use_elsewhere_fails_the_start(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="assign|resol|known|198.51.100.1"):
+    with pytest.raises(OSError, match="assign"):
         serve_in_thread(
             tmp_path,
             workers=1,
