@@ -8,7 +8,6 @@ anybody hears of it, and answers the members.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,15 +22,9 @@ from rtx_distributed.elastic.journal import Journal
 from rtx_distributed.elastic.links import Link
 from rtx_distributed.elastic.publish import CheckpointCollector, Publisher
 from rtx_distributed.elastic.rows import RowCollector
+from rtx_distributed.elastic.runfiles import RunFiles
 from rtx_distributed.errors import RtxError
-from rtx_distributed.metrics import (
-    Console,
-    JsonlWriter,
-    StepRow,
-    merge,
-    merge_samples,
-    write_json_atomic,
-)
+from rtx_distributed.metrics import Console, StepRow, merge, merge_samples
 
 _REJECTS_TOLD = 20
 
@@ -77,7 +70,6 @@ class Recorder:
         publisher: Publisher,
         journal: Journal,
     ) -> None:
-        self.run_dir = run_dir
         self.summaries: dict[int, dict[str, Any]] = {}
         self.rejects = 0
         self._console = console
@@ -87,11 +79,7 @@ class Recorder:
         self._links: dict[int, Link] = {}
         self._finished = False
         self._stop: str | None = None
-        self._events = JsonlWriter(run_dir / "events.jsonl")
-        self._metrics = JsonlWriter(run_dir / "metrics.jsonl")
-        self._samples: JsonlWriter | None = None
-        if (run_dir / "samples.jsonl").exists():
-            self._samples = JsonlWriter(run_dir / "samples.jsonl")
+        self._files = RunFiles(run_dir, console=console)
         self._rows = RowCollector()
         self._row_timer: asyncio.TimerHandle | None = None
         self._previous_commit: float | None = None
@@ -178,7 +166,7 @@ class Recorder:
         """Tells all members that the run ends: whoever waits for an answer need not any more."""
         self._broadcast(m.Abort(reason))
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, /, **fields: Any) -> None:
         """Adds a line to ``events.jsonl``."""
         generation = self._state.generation
         line = {
@@ -190,7 +178,7 @@ class Recorder:
             "pid": None,
             "cause": None,
         }
-        self._write(self._events, line | fields)
+        self._files.event(line | fields)
 
     async def settle(self, limit_s: float) -> None:
         """Waits until no checkpoint is being published, ``limit_s`` at most."""
@@ -207,13 +195,8 @@ class Recorder:
         self._write_rows(now=float("inf"))
         self.event("end", cause=cause, exit_code=exit_code)
         if orderly:
-            self._write_workers([])
-        for writer in (self._events, self._metrics, self._samples):
-            if writer is not None:
-                try:
-                    writer.close()
-                except OSError as error:
-                    self._console.warning(f"`{writer.path}` is not safely on the disk: {error}")
+            self._files.workers(None)
+        self._files.close()
         self._journal.close()
 
     # What the links tell.
@@ -293,13 +276,7 @@ class Recorder:
         self._previous_commit = line["time"]
         self._last_step = line["step"]
         self._resumed = None
-        self._write(self._metrics, line)
-        samples = merge_samples(rows)
-        if samples and self._samples is None:
-            self._samples = JsonlWriter(self.run_dir / "samples.jsonl")
-        for sample in samples:
-            assert self._samples is not None
-            self._write(self._samples, sample)
+        self._files.step(line, merge_samples(rows))
         self._console.progress(line)
 
     def _on_event(self, worker: int, message: m.Event) -> None:
@@ -326,9 +303,7 @@ class Recorder:
 
     def _cut_back(self, message: m.Resumed) -> m.ResumeReady:
         try:
-            dropped = self._metrics.cut_back(message.step)
-            if self._samples is not None:
-                self._samples.cut_back(message.step)
+            dropped = self._files.cut_back(message.step)
         except OSError as error:
             text = f"the rows from step {message.step} on cannot be cut away: {error}"
             return m.ResumeReady(message.step, 0, text)
@@ -392,36 +367,10 @@ class Recorder:
             self._journal.generation(generation)
         except OSError as error:
             raise RtxError(f"a generation cannot be journalled: {error}") from error
-        self._write_workers(
-            [
-                {
-                    "worker": member.worker,
-                    "rank": member.rank,
-                    "pid": member.pid,
-                    "node": member.node,
-                    "device": member.device,
-                    "generation": generation.number,
-                }
-                for member in generation.members
-            ]
-        )
+        self._files.workers(generation)
         self.event("generation", world_size=generation.world_size, cause="start")
         for member in generation.members:
             self._send(member.worker, m.Announce(generation))
-
-    def _write_workers(self, rows: list[dict[str, Any]]) -> None:
-        try:
-            write_json_atomic(self.run_dir / "workers.json", rows)
-        except OSError as error:
-            self._console.warning(f"`workers.json` cannot be written: {error}")
-
-    def _write(self, writer: JsonlWriter, row: Mapping[str, Any]) -> None:
-        try:
-            writer.write(row)
-        except OSError as error:
-            # A full disk must not end training: its checkpoints may lie on another one.
-            name = os.fspath(writer.path)
-            self._console.warning(f"rows for `{name}` are lost: {error.strerror}")
 
     def _send(self, worker: int, message: Any) -> None:
         link = self._links.get(worker)

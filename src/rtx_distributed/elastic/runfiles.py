@@ -1,0 +1,95 @@
+"""The run folder's files that are written from the members' messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rtx_distributed.elastic.generation import Generation
+from rtx_distributed.metrics import Console, JsonlWriter, write_json_atomic
+
+
+class RunFiles:
+    """``metrics.jsonl``, ``samples.jsonl``, ``events.jsonl`` and ``workers.json``.
+
+    A row that cannot be written (a full disk) is lost with a warning: that must not end training,
+    whose checkpoints may lie on another disk.
+    """
+
+    def __init__(self, run_dir: Path, *, console: Console) -> None:
+        self._run_dir = run_dir
+        self._console = console
+        self._events = JsonlWriter(run_dir / "events.jsonl")
+        self._metrics = JsonlWriter(run_dir / "metrics.jsonl")
+        self._samples: JsonlWriter | None = None  # made when there is something to write
+        if (run_dir / "samples.jsonl").exists():
+            self._samples = JsonlWriter(run_dir / "samples.jsonl")
+
+    def event(self, line: Mapping[str, Any]) -> None:
+        self._write(self._events, line)
+
+    def step(self, line: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """A committed step: its line of metrics, and of samples where they are logged."""
+        self._write(self._metrics, line)
+        if samples and self._samples is None:
+            try:
+                self._samples = JsonlWriter(self._run_dir / "samples.jsonl")
+            except OSError as error:
+                self._warn("samples.jsonl", error)
+        for sample in samples:
+            if self._samples is not None:
+                self._write(self._samples, sample)
+
+    def cut_back(self, step: int) -> int:
+        """Keeps the rows of steps below ``step``; how many rows of metrics were dropped.
+
+        Raises:
+            OSError: a file could not be replaced.
+        """
+        dropped = self._metrics.cut_back(step)
+        if self._samples is not None:
+            self._samples.cut_back(step)
+        return dropped
+
+    def workers(self, generation: Generation | None) -> None:
+        """Replaces ``workers.json``: the members, or an empty list after an orderly end."""
+        members = () if generation is None else generation.members
+        number = 0 if generation is None else generation.number
+        rows = [
+            {
+                "worker": member.worker,
+                "rank": member.rank,
+                "pid": member.pid,
+                "node": member.node,
+                "device": member.device,
+                "generation": number,
+            }
+            for member in members
+        ]
+        try:
+            write_json_atomic(self._run_dir / "workers.json", rows)
+        except OSError as error:
+            self._warn("workers.json", error)
+
+    def close(self) -> None:
+        for writer in self._writers():
+            try:
+                writer.close()
+            except OSError as error:
+                self._warn(writer.path.name, error)
+
+    def _writers(self) -> Iterator[JsonlWriter]:
+        yield self._events
+        yield self._metrics
+        if self._samples is not None:
+            yield self._samples
+
+    def _write(self, writer: JsonlWriter, row: Mapping[str, Any]) -> None:
+        try:
+            writer.write(row)
+        except OSError as error:
+            self._warn(writer.path.name, error)
+
+    def _warn(self, name: str, error: OSError) -> None:
+        self._console.warning(f"`{name}` cannot be written and loses rows: {error.strerror}")
