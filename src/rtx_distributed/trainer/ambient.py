@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -207,6 +208,13 @@ def join_external(config: Config, cluster: ClusterEnv, *, name: str) -> Place:
 def _external_store(cluster: ClusterEnv) -> c10d.Store:
     """The launcher's own store where it has one, else one that rank 0 serves."""
     host, port = cluster.rendezvous()
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise ClusterError(
+            f"the host of rank 0, `{host}`, has no address here: {error}; set `MASTER_ADDR` to a "
+            "name or address that every node can resolve"
+        ) from error
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = c10d.TCPStore(

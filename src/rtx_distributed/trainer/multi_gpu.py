@@ -184,7 +184,10 @@ class MultiGpuTrainer:
         session = self._place.session
         if self.rank == 0:
             session.announce(
-                [*self._place.notes, *data.notes], total_steps=plan.steps, flops_per_token=None
+                [*self._place.notes, *data.notes],
+                total_steps=plan.steps,
+                flops_per_token=None,
+                precision=self._loop.context.settings.precision.name,
             )
         session.control.resumed(0, path=None)
         try:

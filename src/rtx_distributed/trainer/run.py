@@ -31,6 +31,7 @@ from rtx_distributed.engine import (
     StepSettings,
     evaluate,
 )
+from rtx_distributed.engine.outofmemory import memory_explained
 from rtx_distributed.metrics import PhaseClock
 from rtx_distributed.parallel import (
     OptimizerSettings,
@@ -150,13 +151,16 @@ def run_task(
         loop.boundary = _Boundary(session, task, precision, saver)
     progress = Progress()
     loop.on_commit = progress.committed
-    _announce(session, task, plan)
+    _announce(session, task, plan, precision)
     if state.step and state.step >= plan.steps:
         loop.ending = "already"
     else:
-        for step in loop.steps():
-            for batch in step.slots():
-                step.backward(*task.loss(task.model, batch))
+        with memory_explained(
+            rank=session.rank, micro_batch=plan.micro_batch, device=session.device
+        ):
+            for step in loop.steps():
+                for batch in step.slots():
+                    step.backward(*task.loss(task.model, batch))
     task.train.close()
     metrics = TrainingMetrics(
         steps=loop.state.step,
@@ -295,6 +299,11 @@ def _loop(
     )
 
 
-def _announce(session: Session, task: Task, plan: BatchPlan) -> None:
+def _announce(session: Session, task: Task, plan: BatchPlan, precision: Precision) -> None:
     if session.rank == 0:
-        session.announce(task.notes, total_steps=plan.steps, flops_per_token=task.flops_per_token)
+        session.announce(
+            task.notes,
+            total_steps=plan.steps,
+            flops_per_token=task.flops_per_token,
+            precision=precision.name,
+        )

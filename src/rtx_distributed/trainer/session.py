@@ -45,24 +45,29 @@ class Session:
             return int(torch.cuda.max_memory_allocated(self.device))
         return self.memory.read()
 
-    def peak_flops(self) -> float | None:
-        """FLOP/s of the device in bf16; None when unknown, always on a CPU."""
+    def peak_flops(self, precision: str) -> float | None:
+        """FLOP/s of the device in ``precision``; None when unknown, always on a CPU."""
         if self.device.type != "cuda":
             return None
         from rtx_distributed.topology import lookup
 
         found = lookup(torch.cuda.get_device_name(self.device))
-        return None if found is None else found.peak_flops.get("bf16")
+        return None if found is None else found.peak_flops.get(precision)
 
     def announce(
-        self, notes: Sequence[str], *, total_steps: int, flops_per_token: float | None
+        self,
+        notes: Sequence[str],
+        *,
+        total_steps: int,
+        flops_per_token: float | None,
+        precision: str,
     ) -> None:
         """Prints once what was chosen and why, and starts the progress shown."""
         for note in [self.backend_note, *notes]:
             self.control.note(note)
         self.control.facts(
             total_steps=total_steps,
-            peak_flops_per_device=self.peak_flops(),
+            peak_flops_per_device=self.peak_flops(precision),
             flops_per_token=flops_per_token,
         )
 
