@@ -320,3 +320,40 @@ def test_sums_over_ranks_with_unlike_use_and_a_rank_that_does_nothing(world_size
         assert second_layer == [7.0]
         assert first_layer == [first]
         assert used == [[True, True], [True, False], [False, False]][rank]
+
+
+def test_nothing_of_the_step_before_is_sent_where_a_parameter_is_unused_now() -> None:
+    """Both ranks use the layer in step 0, rank 1 alone in step 1."""
+
+    def rank_main(communicator: Communicator) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        reducer = reducer_of(model, communicator)
+        sums = []
+        for step in range(2):
+            reducer.begin()
+            if step == 0 or communicator.rank == 1:
+                reducer.arm()
+                model(torch.full((1, 1), 5.0 + communicator.rank)).sum().backward()
+            reducer.flush()
+            reducer.wait()
+            sums.append(float(reducer.buckets[0].flat))
+        return sums
+
+    assert on_fake_ranks(2, rank_main) == [[11.0, 6.0]] * 2
+
+
+def test_without_overlap_all_buckets_go_after_backward() -> None:
+    communicator = Counting()
+    model = stack(2, 3, 5)
+    named = list(model.named_parameters())
+    reducer = BucketReducer(
+        named, communicator, bucket_bytes=4, first_bucket_bytes=4, overlap=False
+    )
+    reducer.begin()
+    reducer.arm()
+    model(torch.ones(1, 2)).sum().backward()
+    assert communicator.sent == []
+    reducer.flush()
+    reducer.wait()
+    assert [numel for numel, _ in communicator.sent] == [15, 6]
+    assert reducer.timing.launched_early == 0
