@@ -235,7 +235,8 @@ def _view_like(piece: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tens
 def _norm(flat: torch.Tensor) -> torch.Tensor:
     # In bf16 the result alone would be off by 0.4 %, in fp16 it would overflow beyond 65504.
     half = flat.dtype in (torch.bfloat16, torch.float16)
-    return torch.linalg.vector_norm(flat, dtype=torch.float32 if half else None)
+    norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32 if half else None)
+    return norm
 
 
 def _plan_buckets(
