@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 from rtx_distributed.cli.show import HELP, settings_help, split_config_file
@@ -67,7 +68,23 @@ def check_script(script: Path) -> Path:
         raise UsageError(f"script `{script}` does not exist")
     if not os.access(script, os.R_OK):
         raise UsageError(f"script `{script}` is not readable")
+    _check_syntax(script)
     return script
+
+
+def _check_syntax(script: Path) -> None:
+    """Before any worker is started, instead of once in each."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        text = f"\n    {error.text.strip()}" if error.text else ""
+        raise UsageError(
+            f"script `{script}`, line {error.lineno}: {type(error).__name__}: {error.msg}{text}"
+        ) from error
+    except ValueError as error:  # null bytes
+        raise UsageError(f"script `{script}` is no Python source: {error}") from error
 
 
 def read_nproc(text: str | None) -> int | None:

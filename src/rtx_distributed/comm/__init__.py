@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rtx_distributed.comm.communicator import Communicator, Handle, ReduceOp
 from rtx_distributed.comm.fake import FakeCommunicator, FakeWorld
-from rtx_distributed.comm.form import Rendezvous, choose_backend, form
+from rtx_distributed.comm.form import Rendezvous, choose_backend, form, meeting_store
 from rtx_distributed.comm.local import LocalCommunicator
 from rtx_distributed.comm.reducer import BucketReducer, ReduceTiming
 
@@ -20,4 +20,5 @@ __all__ = [
     "Rendezvous",
     "choose_backend",
     "form",
+    "meeting_store",
 ]

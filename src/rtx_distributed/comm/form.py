@@ -52,6 +52,22 @@ def choose_backend(requested: Backend, device: torch.device) -> tuple[str, str]:
     return "gloo", "gloo: the workers run on the CPU"
 
 
+def meeting_store(meeting: Rendezvous, *, timeout_s: float, store: Store | None = None) -> Store:
+    """The store of a generation's members.
+
+    Args:
+        store: another launcher's, connected; by default the one that ``meeting`` names.
+
+    Raises:
+        CommError: it cannot be reached.
+    """
+    if store is not None:
+        return PrefixStore(meeting.prefix, store)
+    return connect_store(
+        meeting.store_host, meeting.store_port, meeting.prefix, timeout_s=timeout_s
+    )
+
+
 def form(
     meeting: Rendezvous,
     *,
@@ -63,7 +79,7 @@ def form(
     """Forms the communicator of a generation; every member calls it.
 
     Args:
-        store: a connected store to meet in; by default the one that ``meeting`` names.
+        store: what :func:`meeting_store` gave; by default it is made here.
 
     Raises:
         CommError: a member did not come, or the store cannot be reached.
@@ -71,11 +87,7 @@ def form(
     if meeting.world_size == 1:
         return LocalCommunicator(generation=meeting.generation)
     if store is None:
-        store = connect_store(
-            meeting.store_host, meeting.store_port, meeting.prefix, timeout_s=timeout_s
-        )
-    else:
-        store = PrefixStore(meeting.prefix, store)
+        store = meeting_store(meeting, timeout_s=timeout_s)
     if backend == "nccl":
         return NcclCommunicator(
             store,

@@ -192,6 +192,13 @@ class Control:
         process of the run did."""
         return self._stop
 
+    def check(self) -> None:
+        """Raises:
+        CommError: the run ends, or the recorder is gone.
+        """
+        if self._lost is not None:
+            raise CommError(self._lost)
+
     # What waits.
 
     def generation(self, device: str = "cpu") -> Generation:

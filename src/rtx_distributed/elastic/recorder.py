@@ -25,8 +25,10 @@ from rtx_distributed.elastic.rows import RowCollector
 from rtx_distributed.elastic.runfiles import RunFiles
 from rtx_distributed.errors import RtxError
 from rtx_distributed.metrics import Console, StepRow, merge, merge_samples
+from rtx_distributed.metrics.console import format_ranks
 
 _REJECTS_TOLD = 20
+_ABSENT_S = 2.0
 
 
 class Host(Protocol):
@@ -58,6 +60,7 @@ class Recorder:
         host: see `Host`.
         publisher: publishes checkpoints and applies retention.
         journal: open; its past decides which numbers come next.
+        config_toml: text of ``config.toml``; None writes none.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Recorder:
         host: Host,
         publisher: Publisher,
         journal: Journal,
+        config_toml: str | None = None,
     ) -> None:
         self.summaries: dict[int, dict[str, Any]] = {}
         self.rejects = 0
@@ -79,7 +83,7 @@ class Recorder:
         self._links: dict[int, Link] = {}
         self._finished = False
         self._stop: str | None = None
-        self._files = RunFiles(run_dir, console=console)
+        self._files = RunFiles(run_dir, console=console, config_toml=config_toml)
         self._rows = RowCollector()
         self._row_timer: asyncio.TimerHandle | None = None
         self._previous_commit: float | None = None
@@ -89,7 +93,7 @@ class Recorder:
         self._progress_started = False
         self._checkpoints = CheckpointCollector(publisher, answer=self._checkpoint_answer)
         self._handlers: Mapping[type, Callable[[int, Any], None]] = {
-            m.Ready: lambda worker, message: self._reduce(ms.Ready(worker, message.device)),
+            m.Ready: self._on_ready,
             m.Facts: self._on_facts,
             m.Committed: self._on_committed,
             m.Event: self._on_event,
@@ -238,6 +242,19 @@ class Recorder:
             wrapped.__cause__ = error
             self._host.fatal(wrapped)
 
+    def _on_ready(self, worker: int, message: m.Ready) -> None:
+        first = all(person.device is None for person in self._state.people)
+        self._reduce(ms.Ready(worker, message.device))
+        if first and self._state.generation is None:
+            asyncio.get_running_loop().call_later(_ABSENT_S, self._say_who_is_awaited)
+
+    def _say_who_is_awaited(self) -> None:
+        """Somebody works on alone (it prepares data for all): that has no time limit."""
+        people = sorted(self._state.people, key=lambda person: person.worker)
+        absent = [rank for rank, person in enumerate(people) if person.device is None]
+        if absent and self._state.generation is None and not self._state.failed:
+            self._console.note(f"the others wait for {format_ranks(absent)} (no time limit)")
+
     def _on_facts(self, worker: int, facts: m.Facts) -> None:
         self._facts = self._facts or facts
         self._start_progress()
@@ -307,6 +324,7 @@ class Recorder:
         except OSError as error:
             text = f"the rows from step {message.step} on cannot be cut away: {error}"
             return m.ResumeReady(message.step, 0, text)
+        self._files.config()
         self._rows.restart(message.step)
         self._previous_commit = None
         self._last_step = message.step - 1 if message.step else None

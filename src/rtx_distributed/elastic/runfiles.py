@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,37 @@ from rtx_distributed.metrics import Console, JsonlWriter, write_json_atomic
 
 
 class RunFiles:
-    """``metrics.jsonl``, ``samples.jsonl``, ``events.jsonl`` and ``workers.json``.
+    """``config.toml``, ``metrics.jsonl``, ``samples.jsonl``, ``events.jsonl``, ``workers.json``.
 
     A row that cannot be written (a full disk) is lost with a warning: that must not end training,
     whose checkpoints may lie on another disk.
     """
 
-    def __init__(self, run_dir: Path, *, console: Console) -> None:
+    def __init__(self, run_dir: Path, *, console: Console, config_toml: str | None) -> None:
         self._run_dir = run_dir
         self._console = console
+        self._config_toml = config_toml
         self._events = JsonlWriter(run_dir / "events.jsonl")
         self._metrics = JsonlWriter(run_dir / "metrics.jsonl")
         self._samples: JsonlWriter | None = None  # made when there is something to write
         if (run_dir / "samples.jsonl").exists():
             self._samples = JsonlWriter(run_dir / "samples.jsonl")
+        if not (run_dir / "config.toml").exists():
+            self.config()
+
+    def config(self) -> None:
+        """Replaces ``config.toml``. An earlier one stays until the new settings are known to fit
+        the run that is in the folder."""
+        if self._config_toml is None:
+            return
+        path = self._run_dir / "config.toml"
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(self._config_toml)
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            self._console.warning(f"`{path.name}` cannot be written: {error.strerror}")
 
     def event(self, line: Mapping[str, Any]) -> None:
         self._write(self._events, line)

@@ -41,13 +41,21 @@ class RecorderThread:
     first_worker: int
 
     def __init__(
-        self, run_dir: Path, *, workers: int, console: Console, publisher: Publisher, host: str
+        self,
+        run_dir: Path,
+        *,
+        workers: int,
+        console: Console,
+        publisher: Publisher,
+        host: str,
+        config_toml: str | None,
     ) -> None:
         self.token = secrets.token_hex(16)
         self._run_dir = run_dir
         self._workers = workers
         self._console = console
         self._publisher = publisher
+        self._config_toml = config_toml
         self._host = host
         self._lock = RunLock(run_dir)
         self._failures: list[Failure] = []
@@ -106,6 +114,7 @@ class RecorderThread:
             host=self,
             publisher=self._publisher,
             journal=journal,
+            config_toml=self._config_toml,
         )
         self._links: list[Link] = []
         self._server = await self._loop.create_server(self._link, self._host, 0)
@@ -213,6 +222,7 @@ def serve_in_thread(
     console: Console,
     publisher: Publisher,
     host: str = "127.0.0.1",
+    config_toml: str | None = None,
 ) -> RecorderThread:
     """Starts a recorder in a thread of this process, for ``workers`` ranks of another launcher.
 
@@ -222,9 +232,17 @@ def serve_in_thread(
         console: where people look.
         publisher: publishes checkpoints.
         host: address to listen on; one that the other nodes reach, where there are some.
+        config_toml: text of ``config.toml``; None writes none.
 
     Raises:
         RunFolderError: the run folder is in use or not writable.
         OSError: nothing can listen on ``host``.
     """
-    return RecorderThread(run_dir, workers=workers, console=console, publisher=publisher, host=host)
+    return RecorderThread(
+        run_dir,
+        workers=workers,
+        console=console,
+        publisher=publisher,
+        host=host,
+        config_toml=config_toml,
+    )

@@ -104,6 +104,7 @@ class _Supervisor:
             host=self,
             publisher=self._publisher,
             journal=self._journal,
+            config_toml=job.config_toml,
         )
         self._crew = Crew(
             job,
@@ -153,7 +154,6 @@ class _Supervisor:
     async def _launch(self) -> None:
         """Starts everything and waits for the end of the workers."""
         numbers = self._crew.numbers
-        self._write_config()
         self._journal.start(numbers)
         self._recorder.event("start", workers=len(numbers), pid=os.getpid(), cause="start")
         try:
@@ -166,12 +166,6 @@ class _Supervisor:
         await self._crew.all_ended()
         if self._recorder.finished and not self._failures:
             self._end(self._outcome_of_summaries())
-
-    def _write_config(self) -> None:
-        if self._job.config_toml is not None:
-            temporary = self._job.run_dir / f".config.toml.{os.getpid()}.tmp"
-            temporary.write_text(self._job.config_toml)
-            temporary.replace(self._job.run_dir / "config.toml")
 
     def _outcome_of_summaries(self) -> Outcome:
         summaries = self._recorder.summaries
@@ -347,7 +341,9 @@ class _Supervisor:
 
     def _end_by_failure(self) -> None:
         first = first_of(self._failures)
-        where = "" if first.worker < 0 else f"\nits output: {self._crew.log_of(first.worker)}"
+        where = ""
+        if first.worker >= 0 and first.exit_code != 2:  # a user's mistake is told in full
+            where = f"\nits output: {self._crew.log_of(first.worker)}"
         self._end(
             Outcome(
                 first.exit_code,

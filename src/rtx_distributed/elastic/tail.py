@@ -12,13 +12,19 @@ _PERIOD_S = 0.05
 _CHUNK = 1 << 16
 
 
+LAST_WORDS = "--- rtxd: the error that ended this worker\n"
+"""Stands in a worker's log before the traceback of the error that it reports."""
+
+
 class Tail:
-    """What is appended to ``path``, from its start, goes to ``stream``."""
+    """What is appended to ``path``, from its start, goes to ``stream``, up to the worker's last
+    words: its error is shown by the supervisor, once."""
 
     def __init__(self, path: Path, stream: TextIO) -> None:
         self._path = path
         self._stream = stream
         self._offset = 0
+        self._ended = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     async def follow(self) -> None:
@@ -35,7 +41,13 @@ class Tail:
             return
         with file, contextlib.suppress(OSError):
             file.seek(self._offset)
-            while data := file.read(_CHUNK):
+            while not self._ended and (data := file.read(_CHUNK)):
+                end = data.find(LAST_WORDS.encode())
+                if end >= 0:
+                    data, self._ended = data[:end], True
+                elif len(data) == _CHUNK:
+                    data = data[: data.rfind(b"\n") + 1] or data  # last words are a whole line
+                    file.seek(self._offset + len(data))
                 self._offset += len(data)
                 self._stream.write(self._decoder.decode(data))
             self._stream.flush()

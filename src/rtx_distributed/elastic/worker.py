@@ -20,6 +20,7 @@ import msgspec
 from rtx_distributed.elastic.board import Board
 from rtx_distributed.elastic.control import Control
 from rtx_distributed.elastic.spawn import SpawnRequest, settle, unblock_signals
+from rtx_distributed.elastic.tail import LAST_WORDS
 from rtx_distributed.errors import RankError, RtxError
 
 
@@ -55,6 +56,9 @@ def _call(control: Control, request: SpawnRequest) -> int:
         control.done()
     except BaseException as error:
         # The full story goes to this worker's log; the console shows one line of it.
+        sys.stdout.flush()
+        sys.stderr.write(LAST_WORDS)
+        sys.stderr.flush()
         sys.excepthook(type(error), error, error.__traceback__)
         if isinstance(error, SystemExit):
             code = error.code if error.code is not None else 0

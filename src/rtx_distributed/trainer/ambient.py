@@ -21,7 +21,7 @@ from rtx_distributed.elastic.serve import RecorderThread, serve_in_thread
 from rtx_distributed.errors import ClusterError, CommError, ConfigError, RtxError
 from rtx_distributed.metrics import make_console
 from rtx_distributed.topology import ClusterEnv, detect
-from rtx_distributed.trainer.folders import claim_folder, run_id_of
+from rtx_distributed.trainer.folders import claim_folder, run_id_of, saved_config
 from rtx_distributed.trainer.publisher import RunPublisher
 from rtx_distributed.trainer.session import Session, open_session, worker_device
 
@@ -143,6 +143,7 @@ def _join_alone(config: Config) -> Place:
         workers=1,
         console=make_console(sys.stderr, log_every=config.metrics.log_every),
         publisher=RunPublisher(folder, keep=config.checkpoint.keep),
+        config_toml=saved_config(config, folder),
     )
     device = worker_device(config)
     control = Control.connect(recorder.address, token=recorder.token, worker=recorder.first_worker)
@@ -172,6 +173,7 @@ def join_external(config: Config, cluster: ClusterEnv, *, name: str) -> Place:
                 console=make_console(sys.stderr, log_every=config.metrics.log_every),
                 publisher=RunPublisher(folder, keep=config.checkpoint.keep),
                 host=host,
+                config_toml=saved_config(config, folder),
             )
         except (RtxError, OSError) as error:
             store.set("failed", f"rank 0 could not open the run folder: {error}")

@@ -8,29 +8,41 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from rtx_distributed.checkpoint.store import candidates
-from rtx_distributed.config import Config
+from rtx_distributed.config import Config, replace, to_toml
 from rtx_distributed.errors import RunFolderError
 
 _SPARE_BYTES = 1 << 20
 
 
+@dataclass(slots=True)
+class Claim:
+    """A run folder in hand; ``exit_code`` is to be set when the run has ended."""
+
+    folder: Path
+    exit_code: int = 2
+
+
 @contextlib.contextmanager
-def claimed_folder(config: Config, *, name: str) -> Iterator[Path]:
+def claimed_folder(config: Config, *, name: str) -> Iterator[Claim]:
     """:func:`claim_folder`, and a new folder is removed again if nothing came of the run.
 
     Raises:
         RunFolderError: see there.
     """
     made = config.run.dir is None or not config.run.dir.exists()
-    folder = claim_folder(config, name=name)
+    claim = Claim(claim_folder(config, name=name))
     try:
-        yield folder
+        yield claim
     finally:
-        if made and not _worth_keeping(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        if made and not _worth_keeping(claim):
+            shutil.rmtree(claim.folder, ignore_errors=True)
+            if config.run.dir is None:
+                with contextlib.suppress(OSError):  # other runs are in it
+                    claim.folder.parent.rmdir()
 
 
 def claim_folder(config: Config, *, name: str) -> Path:
@@ -53,13 +65,17 @@ def claim_folder(config: Config, *, name: str) -> Path:
     return folder
 
 
-def _worth_keeping(folder: Path) -> bool:
-    """A start that failed before its first step leaves nothing that anybody needs."""
-    rows = folder / "metrics.jsonl"
+def _worth_keeping(claim: Claim) -> bool:
+    """A start that failed before its first step leaves nothing that anybody needs, but for the
+    logs of a failure that isn't told in full on the console."""
+    folder, rows = claim.folder, claim.folder / "metrics.jsonl"
     return (
         any((folder / "checkpoints").glob("*"))
         or (rows.exists() and rows.stat().st_size > 0)
-        or any(path.stat().st_size for path in folder.glob("logs/worker-*.log"))
+        or (
+            claim.exit_code != 2
+            and any(path.stat().st_size for path in folder.glob("logs/worker-*.log"))
+        )
     )
 
 
@@ -108,3 +124,8 @@ def run_id_of(folder: Path) -> str:
         if candidate.run_id is not None:
             return candidate.run_id
     return uuid.uuid4().hex
+
+
+def saved_config(config: Config, folder: Path) -> str:
+    """The text of ``config.toml``: what goes on with the run in ``folder``, from any place."""
+    return to_toml(replace(config, {"run.dir": str(folder.absolute()), "run.resume": "auto"}))

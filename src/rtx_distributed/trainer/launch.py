@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtx_distributed.config import Config, LoadedConfig, replace, to_toml
+from rtx_distributed.config import Config, LoadedConfig
 from rtx_distributed.elastic.job import TORCH_MODULES, Job
 from rtx_distributed.elastic.supervisor import supervise
 from rtx_distributed.metrics import make_console
@@ -21,7 +21,8 @@ from rtx_distributed.trainer.devices import (
     worker_environment,
 )
 from rtx_distributed.trainer.farewell import show_farewell
-from rtx_distributed.trainer.folders import claimed_folder, run_id_of
+from rtx_distributed.trainer.fixed import refuse_early
+from rtx_distributed.trainer.folders import claimed_folder, run_id_of, saved_config
 from rtx_distributed.trainer.publisher import RunPublisher
 from rtx_distributed.trainer.resolve import resolve
 
@@ -51,8 +52,12 @@ def train(loaded: LoadedConfig, *, argv: list[str], dry_run: bool = False) -> in
         with tempfile.TemporaryDirectory(prefix="rtxd-dry-run-") as folder:
             return _supervise_training(run.config, Path(folder), machine, run.notes, dry_run=True)
     name = run.config.model.preset or "run"
-    with claimed_folder(run.config, name=name) as folder:
-        return _supervise_training(run.config, folder, machine, run.notes, dry_run=False)
+    with claimed_folder(run.config, name=name) as claim:
+        refuse_early(claim.folder, run.config, run.fixed())
+        claim.exit_code = _supervise_training(
+            run.config, claim.folder, machine, run.notes, dry_run=False
+        )
+    return claim.exit_code
 
 
 def _supervise_training(
@@ -73,10 +78,10 @@ def _supervise_training(
 def launch_script(script: Path, args: list[str], loaded: LoadedConfig, nproc: int | None) -> int:
     """Runs a user's script on several workers, and returns the exit code."""
     machine = share_machine(loaded.config, nproc or loaded.config.workers)
-    with claimed_folder(loaded.config, name=script.stem) as folder:
-        return _supervise(
+    with claimed_folder(loaded.config, name=script.stem) as claim:
+        claim.exit_code = _supervise(
             loaded.config,
-            folder,
+            claim.folder,
             machine,
             entry="rtx_distributed.trainer.script:entry",
             preload=(*TORCH_MODULES, "rtx_distributed.trainer.script"),
@@ -88,6 +93,7 @@ def launch_script(script: Path, args: list[str], loaded: LoadedConfig, nproc: in
             forward=True,
             title="script",
         )
+    return claim.exit_code
 
 
 def _supervise(
@@ -102,7 +108,6 @@ def _supervise(
     title: str,
 ) -> int:
     console = make_console(sys.stderr, log_every=config.metrics.log_every)
-    saved = replace(config, {"run.dir": str(folder.absolute()), "run.resume": "auto"})
     job = Job(
         run_dir=folder,
         workers=machine.workers,
@@ -121,7 +126,7 @@ def _supervise(
         store=machine.workers > 1,
         grace_s=config.run.grace_s,
         forward_rank0_output=forward,
-        config_toml=to_toml(saved),
+        config_toml=saved_config(config, folder),
         debug=config.debug,
     )
     console.note(f"run folder: {folder}")

@@ -126,6 +126,7 @@ class MultiGpuTrainer:
             bucket_bytes=int(self.config.comm.bucket_mib * 2**20),
             overlap=self.config.comm.overlap,
         )
+        session.meet()
         agree_on_weights(session, layout)
         self._model, self._optimizer, self._layout = model, optimizer, layout
         return model, optimizer
@@ -189,6 +190,7 @@ class MultiGpuTrainer:
                 flops_per_token=None,
                 precision=self._loop.context.settings.precision.name,
             )
+        session.meet()
         session.control.resumed(0, path=None)
         try:
             yield from self._loop.steps()

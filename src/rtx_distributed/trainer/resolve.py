@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rtx_distributed.config import Config, check_batch, replace
 from rtx_distributed.errors import ConfigError
@@ -34,6 +35,26 @@ class ResolvedRun:
             tied=model.tied,
             dropout=model.dropout,
         )
+
+    def fixed(self, vocab: int | None = None) -> dict[str, Any]:
+        """What a resume must find as it was, as far as the settings alone decide it."""
+        config, spec = self.config, self.spec(vocab or self.preset.spec.vocab)
+        found = {
+            "train.seed": config.train.seed,
+            "train.global_batch": config.train.global_batch,
+            "train.micro_batch": config.train.micro_batch,
+            "train.optimizer": config.train.optimizer,
+            "data.sequence_length": config.data.sequence_length,
+            "data.shuffle": config.data.shuffle,
+            "model.layers": spec.layers,
+            "model.hidden": spec.hidden,
+            "model.heads": spec.heads,
+            "model.kv_heads": spec.kv_heads,
+            "model.ffn": spec.ffn,
+            "model.tied": spec.tied,
+            "model.dropout": spec.dropout,
+        }
+        return found if vocab is None else found | {"model.vocab": vocab}
 
 
 def resolve(config: Config, *, device_kind: str) -> ResolvedRun:

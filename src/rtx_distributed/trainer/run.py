@@ -143,6 +143,7 @@ def run_task(
         scale=LossScale() if precision.scaled else None,
         early=EarlyStop(config.eval.early_stop_patience),
     )
+    session.meet()
     state = resume(saver, first)
     if task.check_weights and state.step == 0:
         agree_on_weights(session, layout)

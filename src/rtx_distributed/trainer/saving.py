@@ -17,9 +17,10 @@ from rtx_distributed.checkpoint.write import DTYPES, specs_of, write_shard
 from rtx_distributed.config import Config
 from rtx_distributed.elastic.messages import CheckpointPublished
 from rtx_distributed.engine import EarlyStop, LossScale, RunState
-from rtx_distributed.errors import CheckpointError, ResumeError
+from rtx_distributed.errors import CheckpointError
 from rtx_distributed.parallel import Replicate
 from rtx_distributed.parallel.optimizer import ensure_tensor, restore_scalars, state_scalars
+from rtx_distributed.trainer.fixed import refuse_differences
 from rtx_distributed.trainer.session import Session
 
 
@@ -180,7 +181,7 @@ class Saver:
             CheckpointError: it cannot be read.
         """
         manifest = read_manifest(path)
-        _refuse_other_run(path, manifest, self.fixed)
+        refuse_differences(path, manifest.data, self.fixed)
         wanted = self.layout.tensors()
         for name, entry in manifest.tensors.items():
             if name not in wanted:
@@ -238,18 +239,3 @@ def _decode_state(manifest: Manifest, first: RunState) -> RunState:
         scale=scale,
         early=EarlyStop(first.early.patience, early.get("best"), early.get("bad", 0)),
     )
-
-
-def _refuse_other_run(path: Path, manifest: Manifest, fixed: dict[str, Any]) -> None:
-    saved = manifest.data
-    rows = [
-        f"  {key}: saved {saved.get(key, 'nothing')}, now {fixed.get(key, 'nothing')}"
-        for key in sorted(saved.keys() | fixed.keys())
-        if saved.get(key) != fixed.get(key)
-    ]
-    if rows:
-        raise ResumeError(
-            f"`{path}` is of another run; what a run is must not change:\n"
-            + "\n".join(rows[:10])
-            + "\nSet these as they were, or use another `run.dir`"
-        )

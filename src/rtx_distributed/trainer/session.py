@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from rtx_distributed.comm import Communicator, LocalCommunicator, Rendezvous, choose_backend, form
+from rtx_distributed.comm import (
+    Communicator,
+    LocalCommunicator,
+    Rendezvous,
+    choose_backend,
+    form,
+    meeting_store,
+)
 from rtx_distributed.config import Config
 from rtx_distributed.elastic.control import Control
 from rtx_distributed.elastic.generation import Generation
+from rtx_distributed.errors import CommError
+from rtx_distributed.metrics.console import format_ranks
 from rtx_distributed.metrics.memory import PeakMemory
+
+_PATIENCE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -25,6 +37,8 @@ class Session:
     device: torch.device
     memory: PeakMemory
     backend_note: str
+    store: Store | None = None
+    _meetings: int = 0
 
     @property
     def rank(self) -> int:
@@ -71,6 +85,34 @@ class Session:
             flops_per_token=flops_per_token,
         )
 
+    def meet(self) -> None:
+        """Waits without a time limit until all ranks are here. To be called before a collective
+        that ranks may reach minutes apart: one of them may have prepared data for all.
+
+        Raises:
+            CommError: the run ends, or the store is gone.
+        """
+        if self.store is None:
+            return
+        self._meetings += 1
+        keys = [f"meet/{self._meetings}/{rank}" for rank in range(self.world_size)]
+        started, told = time.monotonic(), False
+        try:
+            self.store.set(keys[self.rank], "here")
+            while absent := [r for r, key in enumerate(keys) if not self.store.check([key])]:
+                self.control.check()
+                waited = time.monotonic() - started
+                if waited > _PATIENCE_S and not told:
+                    told = True
+                    present = (r for r in range(self.world_size) if r not in absent)
+                    if next(present) == self.rank:
+                        self.control.note(
+                            f"the others wait for {format_ranks(absent)} (no time limit)"
+                        )
+                time.sleep(min(0.1, 0.005 + waited / 20))
+        except RuntimeError as error:
+            raise CommError(f"rank {self.rank} lost the store while it waited: {error}") from error
+
     def close(self) -> None:
         self.communicator.close()
 
@@ -110,19 +152,16 @@ def open_session(
             memory,
             "comm: none (one worker)",
         )
-    communicator = form(
-        Rendezvous(
-            rank=rank,
-            world_size=generation.world_size,
-            generation=generation.number,
-            store_host=generation.store_host,
-            store_port=generation.store_port,
-            prefix=generation.prefix,
-            one_node=len({member.node for member in generation.members}) == 1,
-        ),
-        backend=backend,
-        device=device,
-        timeout_s=config.comm.timeout_s,
-        store=store,
+    meeting = Rendezvous(
+        rank=rank,
+        world_size=generation.world_size,
+        generation=generation.number,
+        store_host=generation.store_host,
+        store_port=generation.store_port,
+        prefix=generation.prefix,
+        one_node=len({member.node for member in generation.members}) == 1,
     )
-    return Session(control, generation, communicator, device, memory, f"comm: {note}")
+    timeout_s = config.comm.timeout_s
+    store = meeting_store(meeting, timeout_s=timeout_s, store=store)
+    communicator = form(meeting, backend=backend, device=device, timeout_s=timeout_s, store=store)
+    return Session(control, generation, communicator, device, memory, f"comm: {note}", store)

@@ -75,7 +75,8 @@ def decoder_task(session: Session, config: Config, *, run_dir: Path, notes: Sequ
         fallback_cache_dir=run_dir / "cache",
         on_wait=lambda seconds: _say_waiting(session, seconds),
     )
-    spec = ResolvedRun(config, preset, ()).spec(data.vocab_size)
+    run = ResolvedRun(config, preset, ())
+    spec = run.spec(data.vocab_size)
     check_sequence(length, spec)
     data.train.array.check_vocabulary(spec.vocab, whose="the model's")
     model = build_decoder(
@@ -105,7 +106,12 @@ def decoder_task(session: Session, config: Config, *, run_dir: Path, notes: Sequ
         metrics=language_metrics(),
         heldout=held,
         heldout_slots=() if heldout is None else evaluation_slots(len(heldout), micro),
-        fixed=_fixed(config, spec, data),
+        fixed=run.fixed(spec.vocab)
+        | {
+            "data.fingerprint": data.train.fingerprint,
+            "data.windows": len(data.train),
+            "data.first": data.train.first,
+        },
         lr=config.train.lr or preset.lr,
         warmup=lambda total: warmup_steps(config, preset, total),
         flops_per_token=float(flops_per_token(spec, length)),
@@ -139,28 +145,6 @@ def predicted_bytes(
         "gradients": state.gradients,
         "optimizer": state.optimizer,
         "activations": activations.peak,
-    }
-
-
-def _fixed(config: Config, spec: ModelSpec, data: OpenedData) -> dict[str, Any]:
-    return {
-        "train.seed": config.train.seed,
-        "train.global_batch": config.train.global_batch,
-        "train.micro_batch": config.train.micro_batch,
-        "data.sequence_length": data.train.sequence_length,
-        "data.shuffle": config.data.shuffle,
-        "data.fingerprint": data.train.fingerprint,
-        "data.windows": len(data.train),
-        "data.first": data.train.first,
-        "model.vocab": spec.vocab,
-        "model.layers": spec.layers,
-        "model.hidden": spec.hidden,
-        "model.heads": spec.heads,
-        "model.kv_heads": spec.kv_heads,
-        "model.ffn": spec.ffn,
-        "model.tied": spec.tied,
-        "model.dropout": spec.dropout,
-        "train.optimizer": config.train.optimizer,
     }
 
 
