@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import textwrap
@@ -80,6 +81,14 @@ def finish(started: Started, *, limit_s: float = LIMIT_S) -> tuple[int, str]:
         code = started.wait(limit_s=limit_s)
         started.assert_none_left()
         return code, started.stdout + started.stderr
+
+
+def finish_all(*started: Started, limit_s: float = LIMIT_S) -> list[tuple[int, str]]:
+    """The same for several that run at the same time."""
+    with contextlib.ExitStack() as stack:
+        for one in started:
+            stack.enter_context(one)
+        return [finish(one, limit_s=limit_s) for one in started]
 
 
 def rows(run: Path, name: str) -> list[dict[str, Any]]:

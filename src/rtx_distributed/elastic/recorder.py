@@ -91,6 +91,7 @@ class Recorder:
         self._facts: m.Facts | None = None
         self._resumed: m.ResumeReady | None = None
         self._progress_started = False
+        self._notes: set[str] = set()
         self._checkpoints = CheckpointCollector(publisher, answer=self._checkpoint_answer)
         self._handlers: Mapping[type, Callable[[int, Any], None]] = {
             m.Ready: self._on_ready,
@@ -98,7 +99,7 @@ class Recorder:
             m.Committed: self._on_committed,
             m.Event: self._on_event,
             m.Warn: self._on_warn,
-            m.Note: lambda worker, message: self._console.note(message.text),
+            m.Note: self._on_note,
             m.Resumed: self._on_resumed,
             m.ShardWritten: self._on_shard,
             m.Fault: lambda worker, message: self._host.faulted(worker, message),
@@ -306,6 +307,11 @@ class Recorder:
 
     def _on_warn(self, worker: int, message: m.Warn) -> None:
         self._console.warning(message.text, rank=self.place(worker).rank)
+
+    def _on_note(self, worker: int, message: m.Note) -> None:
+        if message.text not in self._notes:  # several members may wait for the same
+            self._notes.add(message.text)
+            self._console.note(message.text)
 
     def _on_resumed(self, worker: int, message: m.Resumed) -> None:
         answer = self._resumed
