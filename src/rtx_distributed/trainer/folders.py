@@ -52,6 +52,7 @@ def claim_folder(config: Config, *, name: str) -> Path:
         RunFolderError: not writable, full, or not empty where ``run.resume`` is never.
     """
     folder = config.run.dir
+    made = folder is None or not folder.exists()
     if folder is None:
         folder = _new_folder(name)
     elif config.run.resume == "never" and folder.is_dir():
@@ -61,7 +62,13 @@ def claim_folder(config: Config, *, name: str) -> Path:
                 f"`run.resume` is never, but `{folder}` is not empty (it holds {left[0]}); give "
                 "another `run.dir`, or `--run.resume auto` to go on with it"
             )
-    _probe(folder)
+    try:
+        _probe(folder)
+    except RunFolderError:
+        if made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
     return folder
 
 
