@@ -6,7 +6,7 @@ import contextlib
 import json
 import random
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ SMALL = (
 """About 17,500 parameters: a step takes milliseconds."""
 
 LIMIT_S = 60.0
+
+# Threads that spin while they wait make a run of milliseconds one of a minute where other programs
+# want the same cores.
+_CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def write_text(folder: Path, *, characters: int = 9000, seed: int = 0) -> Path:
@@ -44,6 +48,7 @@ def start_train(
     workers: int,
     run: str | None = "run",
     data: Path | None = None,
+    env: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Started:
     """``rtxd train`` with a small model in ``folder / run`` (None: rtxd's own choice)."""
@@ -57,12 +62,19 @@ def start_train(
         *("--data.path", str(data), "--data.cache_dir", str(folder / "cache")),
         *args,
         folder=folder,
+        env=_CALM | dict(env or {}),
         **options,
     )
 
 
 def start_launch(
-    folder: Path, script: Path, *args: str, workers: int, run: str = "run", **options: Any
+    folder: Path,
+    script: Path,
+    *args: str,
+    workers: int,
+    run: str = "run",
+    env: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> Started:
     """``rtxd launch`` of a test's script."""
     return start_rtxd(
@@ -71,6 +83,7 @@ def start_launch(
         *args,
         script,
         folder=folder,
+        env=_CALM | dict(env or {}),
         **options,
     )
 
