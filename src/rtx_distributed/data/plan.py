@@ -66,6 +66,7 @@ class BatchPlan:
         self.global_batch = global_batch
         self.micro_batch = micro_batch
         self._end: int | None = None
+        self._last: tuple[int, tuple[Slot, ...]] | None = None
         if (steps is None) == (epochs is None):
             raise ConfigError("exactly one of `train.steps` and `train.epochs` must be set")
         if steps is not None:
@@ -98,6 +99,14 @@ class BatchPlan:
 
     def slots(self, step: int) -> tuple[Slot, ...]:
         """The slots of step ``step``, in order."""
+        # The loader and the loop ask one after the other for the same step.
+        if self._last is not None and self._last[0] == step:
+            return self._last[1]
+        slots = self._make_slots(step)
+        self._last = (step, slots)
+        return slots
+
+    def _make_slots(self, step: int) -> tuple[Slot, ...]:
         where = self.positions(step)
         epochs, ids = self._order.ids(np.arange(where.start, where.stop, dtype=np.int64))
         micro = self.micro_batch
