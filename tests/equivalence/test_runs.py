@@ -138,13 +138,13 @@ def campaign(
     """Kills the run once per entry of ``kills`` at random moments, each time goes on with another
     number of workers, and lets it finish."""
     draw, run, workers, killed = random.Random(seed), folder / "run", 0, 0
-    moments = sorted(draw.sample(range(1, STEPS - 15), len(kills)))
+    moments = sorted(draw.sample(range(1, STEPS - 20), len(kills)))
     settings = (*SAME, "--checkpoint.every", str(every))
     for kill, moment in zip(kills, moments, strict=True):
         workers = draw.choice([n for n in (1, 2, 3) if n != workers])
         with start_train(folder, *settings, workers=workers) as started:
             wait_until(started, lambda at=moment: committed(run, at))
-            time.sleep(draw.uniform(0, 0.06))
+            time.sleep(draw.uniform(0, 0.04))
             kill(started)
             code = started.wait(limit_s=10)
             started.assert_none_left()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from tests.support.runs import column, finish, start_launch, write_script
+from tests.support.runs import column, finish, finish_all, start_launch, write_script
 
 HOST = socket.gethostname()
 
@@ -51,52 +51,40 @@ KILLED_LOADER = """
 """
 
 
-def test_r03_an_exception_on_rank_2_of_4_at_step_3(tmp_path: Path) -> None:
+SETTINGS = ("--train.global_batch", "8", "--train.micro_batch", "2", "--train.steps", "9")
+
+
+def test_r03_the_first_error_ends_the_run_and_stands_last_once(tmp_path: Path) -> None:
+    """Three runs at the same time: rank 2 of 4 raises at step 3; the only rank raises; a loader
+    worker of rank 1 kills itself."""
     script = write_script(tmp_path, "boom.py", BOOM)
-    started = start_launch(
-        *(tmp_path, script),
-        *("--train.global_batch", "8", "--train.micro_batch", "2", "--train.steps", "9"),
-        workers=4,
-        merged=True,
+    alone = write_script(tmp_path, "alone.py", BOOM.replace("rank == 2", "rank == 0"))
+    loader = write_script(tmp_path, "loader.py", KILLED_LOADER)
+    ended = finish_all(
+        start_launch(tmp_path, script, *SETTINGS, workers=4, run="four", merged=True),
+        start_launch(tmp_path, alone, *SETTINGS, workers=1, run="one", merged=True),
+        start_launch(tmp_path, loader, "--data.workers", "1", workers=2, run="loader", merged=True),
+        limit_s=40,  # 20 for one; these share the cores
     )
-    code, told = finish(started, limit_s=20)
-    assert code == 1
-    lines = told.splitlines()
+    assert [code for code, _ in ended] == [1, 1, 1]
+    four, one, killed = (told.splitlines() for _, told in ended)
+
     error = f"error: rank 2 on {HOST}, generation 1, step 3, phase forward: ValueError: boom-7"
-    assert lines[-2:] == [error, f"its output: {tmp_path / 'run' / 'logs' / 'worker-2.log'}"]
-    assert told.count("boom-7") == 1
-    assert lines.count("this goes on") == 1
-    assert "Traceback" not in told
-    log = (tmp_path / "run" / "logs" / "worker-2.log").read_text()
-    assert 'boom.py", line' in log
-    assert column(tmp_path / "run", "step") == [0, 1, 2]
+    log = tmp_path / "four" / "logs" / "worker-2.log"
+    assert four[-2:] == [error, f"its output: {log}"]
+    assert 'boom.py", line' in log.read_text()
+    assert column(tmp_path / "four", "step") == [0, 1, 2]
+    assert "step 0, phase forward: ValueError: boom-7" in one[-2]
+    for lines in (four, one):
+        told = "\n".join(lines)
+        assert told.count("boom-7") == 1
+        assert lines.count("this goes on") == 1  # what rank 0 prints
+        assert "Traceback" not in told
 
-
-def test_r03_an_exception_on_rank_0_is_told_once_too(tmp_path: Path) -> None:
-    text = BOOM.replace("rank == 2", "rank == 0")
-    started = start_launch(
-        *(tmp_path, write_script(tmp_path, "boom.py", text)),
-        *("--train.global_batch", "8", "--train.micro_batch", "2", "--train.steps", "9"),
-        workers=1,
-        merged=True,
-    )
-    code, told = finish(started, limit_s=20)
-    assert code == 1
-    assert told.count("boom-7") == 1
-    assert told.splitlines().count("this goes on") == 1
-    assert "step 0, phase forward: ValueError: boom-7" in told.splitlines()[-2]
-
-
-def test_r03_a_loader_worker_of_rank_1_kills_itself(tmp_path: Path) -> None:
-    script = write_script(tmp_path, "loader.py", KILLED_LOADER)
-    started = start_launch(tmp_path, script, "--data.workers", "1", workers=2)
-    code, told = finish(started, limit_s=20)
-    assert code == 1
-    error = told.splitlines()[-2]
-    assert f"rank 1 on {HOST}, generation 1, step 0, phase data: LoaderWorkerError" in error
-    assert "loader worker (pid " in error
-    assert "ended by signal 9 (SIGKILL)" in error
-    assert told.count("SIGKILL") == 1
+    assert f"rank 1 on {HOST}, generation 1, step 0, phase data: LoaderWorkerError" in killed[-2]
+    assert "loader worker (pid " in killed[-2]
+    assert "ended by signal 9 (SIGKILL)" in killed[-2]
+    assert "\n".join(killed).count("SIGKILL") == 1
 
 
 def test_r03_a_script_with_a_syntax_error_starts_nothing(tmp_path: Path) -> None:
