@@ -64,9 +64,34 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns each pair (i, i + head_dim / 2) of ``x`` [batch, heads, sequence, head_dim] by its
     position's angle; computed in float32, returned in the dtype of ``x``."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x * cos + turned * sin).to(x.dtype)
+    if torch.compiler.is_compiling():  # which fuses it anyway
+        return _turn(x, cos, sin, sign=1)
+    turned: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return turned
+
+
+class _Rotation(torch.autograd.Function):
+    """The turn, and backward the turn back, each with no other memory than its result. Autograd's
+    own backward would make several more tensors of that size; so does ``cat`` forward, and their
+    places in a heap, between saved activations, often stay empty."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, sign=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(gradients[0], cos, sin, sign=-1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+    return out.to(x.dtype)
 
 
 def _compute_dtype(x: Tensor) -> Tensor:
