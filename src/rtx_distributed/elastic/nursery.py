@@ -33,15 +33,31 @@ _ONE_THREAD = (
     "VECLIB_MAXIMUM_THREADS",
 )
 
+# How glibc's allocator serves tensors. It is read when a process starts, so it is set here.
+# Small pieces go back into the free space around them (no caches of them), or the places of freed
+# tensors never fit a tensor of the same size again: torch asks for aligned memory, and the piece
+# cut off for that stays in a cache between them. And what was taken from the system is kept: a
+# training step asks for the same again, and fresh pages cost more than a memory-bound kernel.
+_ALLOCATOR = "GLIBC_TUNABLES"
+_ALLOCATOR_SETTINGS = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in {
+        "tcache_count": 0,
+        "mxfast": 0,
+        "mmap_threshold": 32 << 20,
+        "trim_threshold": 1 << 40,
+    }.items()
+)
+
 
 class NurseryError(RtxError):
     """The warm parent could not import what it was told to, or could not fork."""
 
 
 def inherited_thread_settings() -> dict[str, str | None]:
-    """What a worker's environment must have in place of the warm parent's thread counts: the
-    user's own settings; None where there is none."""
-    return {name: os.environ.get(name) for name in _ONE_THREAD}
+    """What a worker's environment must have in place of the warm parent's thread counts and
+    allocator: the user's own settings; None where there is none."""
+    return {name: os.environ.get(name) for name in (*_ONE_THREAD, _ALLOCATOR)}
 
 
 class Nursery:
@@ -73,6 +89,7 @@ class Nursery:
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = dict(os.environ) | dict.fromkeys(_ONE_THREAD, "1")
+        environment.setdefault(_ALLOCATOR, _ALLOCATOR_SETTINGS)
         # Asking a device for its capabilities during an import would initialise it.
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         with log.open("ab") as output:

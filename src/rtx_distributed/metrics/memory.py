@@ -2,7 +2,7 @@
 
 What is measured is the resident set: all pages of the process that are in memory. Pages shared
 with the process it was forked from (torch's libraries and what the parent had imported) are in it,
-once per process; subtract :attr:`PeakMemory.base_bytes` to see what the process itself took.
+once per process; :meth:`PeakMemory.own` is what the process itself took, without them.
 Memory of child processes (loader workers) isn't in it. Figures of an accelerator come from its own
 allocator.
 """
@@ -21,6 +21,19 @@ _CLEAR = Path("/proc/self/clear_refs")
 def resident_bytes() -> int:
     """The resident set of this process now."""
     return int(psutil.Process().memory_info().rss)
+
+
+def mapped_bytes() -> int:
+    """Of the resident set now, the pages of mapped files (libraries, memory-mapped data): they
+    are shared by all processes that map them, and the system takes them back when it needs room.
+    0 where ``/proc`` doesn't tell."""
+    try:
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("RssFile:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
 
 
 def peak_bytes() -> int:
@@ -52,11 +65,13 @@ class PeakMemory:
 
     Attributes:
         base_bytes: resident set at that instant.
+        base_mapped_bytes: of it, pages of mapped files.
         exact: whether the mark could be reset; otherwise a greater peak from before it is counted.
     """
 
     def __init__(self) -> None:
         self.base_bytes = 0
+        self.base_mapped_bytes = 0
         self.exact = False
         self.restart()
 
@@ -64,7 +79,17 @@ class PeakMemory:
         """From now on."""
         self.exact = reset_peak()
         self.base_bytes = resident_bytes()
+        self.base_mapped_bytes = mapped_bytes()
 
     def read(self) -> int:
         """The peak in bytes since then."""
         return peak_bytes()
+
+    def mapped(self) -> int:
+        """Bytes of mapped files that have become resident since then. A forked process starts with
+        none of its libraries' pages and takes them in as it runs through them."""
+        return max(0, mapped_bytes() - self.base_mapped_bytes)
+
+    def own(self) -> int:
+        """The peak in bytes of what this process took since then, without mapped files."""
+        return max(0, self.read() - self.base_bytes - self.mapped())

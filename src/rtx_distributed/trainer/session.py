@@ -59,6 +59,12 @@ class Session:
             return int(torch.cuda.max_memory_allocated(self.device))
         return self.memory.read()
 
+    def memory_own(self) -> int:
+        """Peak bytes beyond an empty worker."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        return self.memory.own()
+
     def peak_flops(self, precision: str) -> float | None:
         """FLOP/s of the device in ``precision``; None when unknown, always on a CPU."""
         if self.device.type != "cuda":

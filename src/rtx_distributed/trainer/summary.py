@@ -74,11 +74,12 @@ def make_summary(
     """Gathers the figures of all ranks; rank 0's summary has the lines for the console."""
     shares = gather_numbers(session, progress.exposed_share() or 0.0)
     peaks = gather_numbers(session, float(session.memory_peak() or 0))
-    bases = gather_numbers(session, float(session.memory.base_bytes))
+    owns = gather_numbers(session, float(session.memory_own()))
+    mapped = gather_numbers(session, float(session.memory.mapped()))
     stopped = loop.ending == "stopped"
     lines: list[tuple[str, str]] = []
     if session.rank == 0:
-        lines = _lines(session, task, loop, progress, metrics, shares, peaks, bases)
+        lines = _lines(session, task, loop, progress, metrics, shares, peaks, owns, mapped)
         if task.sample is not None and not stopped:
             lines.append(("sample", task.sample(task.model)))
     return {
@@ -98,7 +99,8 @@ def _lines(
     metrics: TrainingMetrics,
     shares: list[float],
     peaks: list[float],
-    bases: list[float],
+    owns: list[float],
+    mapped: list[float],
 ) -> list[tuple[str, str]]:
     world = session.world_size
     lines = [
@@ -129,20 +131,23 @@ def _lines(
         parts = ", ".join(f"{share:.1%}" for share in shares)
         lines.append(("exposed communication", f"{parts} of the time (by rank, measured)"))
     kind = "device memory peak" if session.device.type == "cuda" else "memory peak"
-    own = [
-        peak - base if session.device.type == "cpu" else peak
-        for peak, base in zip(peaks, bases, strict=True)
-    ]
     lines.append((kind, ", ".join(f"{size / 2**20:,.0f} MiB" for size in peaks) + " (by rank)"))
     if task.predicted_bytes is not None:
         total = sum(task.predicted_bytes.values())
         parts = ", ".join(f"{k} {v / 2**20:,.1f}" for k, v in task.predicted_bytes.items())
-        measured = ", ".join(f"{size / 2**20:,.1f}" for size in own)
+        measured = ", ".join(f"{size / 2**20:,.1f}" for size in owns)
         lines.append(
             (
                 "memory of the run",
                 f"predicted {total / 2**20:,.1f} MiB ({parts}); measured {measured} MiB by rank, "
-                "beyond an empty worker",
+                f"beyond an empty worker{_shared(session, mapped)}",
             )
         )
     return lines
+
+
+def _shared(session: Session, mapped: list[float]) -> str:
+    """Pages of files are no part of the prediction, so they are named apart."""
+    if session.device.type != "cpu" or not any(mapped):
+        return ""
+    return f" and {max(mapped) / 2**20:,.0f} MiB of libraries and data files that workers share"

@@ -39,3 +39,16 @@ def test_without_proc_the_whole_life_counts(
     peak = memory.PeakMemory()
     assert peak.exact is False
     assert peak.read() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_pages_of_files_are_not_the_process_s_own(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(64 * MIB))
+    peak = memory.PeakMemory()
+    if not peak.exact or memory.mapped_bytes() == 0:
+        pytest.skip("the kernel does not tell, or does not permit resetting the mark")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        assert sum(pages[offset] for offset in range(0, 64 * MIB, mmap.PAGESIZE)) == 0
+        assert peak.read() >= peak.base_bytes + 60 * MIB
+        assert 60 * MIB <= peak.mapped() < 80 * MIB
+        assert peak.own() < 20 * MIB
