@@ -102,13 +102,18 @@ class Chain:
         return committed(self.run, 0)
 
     def stopped(
-        self, started: Started, at: Callable[[], object], act: Callable[[Started], None]
+        self,
+        started: Started,
+        at: Callable[[], object],
+        act: Callable[[Started], None],
+        *,
+        limit_s: float = 20,
     ) -> None:
         """Acts at the moment; then exit code 3, nothing left, and a checkpoint of the last step."""
         with started:
             wait_until(started, at)
             act(started)
-            code = started.wait(limit_s=20)
+            code = started.wait(limit_s=limit_s)
             assert code == 3, started.stdout + started.stderr
             started.assert_none_left()
             newest = self.run / "checkpoints" / f"step-{self.steps:08d}"
@@ -178,6 +183,13 @@ def test_r36_r22_stopped_in_every_way_and_gone_on_with_other_workers(tmp_path: P
     assert chain.steps == last
     chain.check()
     assert rows(chain.run, "workers.json") == [[]]
+
+
+@pytest.mark.soak
+def test_r36_a_save_of_35_s_is_complete_within_the_grace_of_60_s(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    slow = chain.start(workers=2, SLOW="checkpoint", SAVE_S="35")
+    chain.stopped(slow, chain.past(7), terminate, limit_s=60)
 
 
 def loaders_of(ranks: list[int]) -> dict[int, set[int]]:

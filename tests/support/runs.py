@@ -23,7 +23,7 @@ LIMIT_S = 60.0
 
 # Threads that spin while they wait make a run of milliseconds one of a minute where other programs
 # want the same cores.
-_CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
+CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def write_text(folder: Path, *, characters: int = 9000, seed: int = 0) -> Path:
@@ -62,7 +62,7 @@ def start_train(
         *("--data.path", str(data), "--data.cache_dir", str(folder / "cache")),
         *args,
         folder=folder,
-        env=_CALM | dict(env or {}),
+        env=CALM | dict(env or {}),
         **options,
     )
 
@@ -83,7 +83,7 @@ def start_launch(
         *args,
         script,
         folder=folder,
-        env=_CALM | dict(env or {}),
+        env=CALM | dict(env or {}),
         **options,
     )
 
