@@ -251,7 +251,7 @@ def _plan_buckets(
         key = (parameter.dtype, parameter.device)
         open_buckets.setdefault(key, []).append(index)
         sizes[key] = sizes.get(key, 0) + parameter.numel() * parameter.element_size()
-        limit = first_bytes if not done else bucket_bytes
+        limit = bucket_bytes if done else min(first_bytes, bucket_bytes)
         if sizes[key] >= limit:
             done.append(open_buckets.pop(key))
             sizes.pop(key)
