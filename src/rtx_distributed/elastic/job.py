@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx_distributed.elastic.publish import Publisher
+from rtx_distributed.elastic.runfiles import Sink
 
 TORCH_MODULES = (
     "torch",
@@ -35,6 +36,7 @@ class Job:
         grace_s: time to stop in order after a signal.
         forward_rank0_output: copy what rank 0 prints to standard output as it comes.
         config_toml: text of ``config.toml``; None writes none.
+        sink: takes the figures elsewhere too.
         debug: show the first error's traceback.
     """
 
@@ -51,6 +53,7 @@ class Job:
     grace_s: float = 60.0
     forward_rank0_output: bool = False
     config_toml: str | None = None
+    sink: Sink | None = None
     debug: bool = False
 
 

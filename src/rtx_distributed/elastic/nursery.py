@@ -49,6 +49,12 @@ _ALLOCATOR_SETTINGS = ":".join(
     }.items()
 )
 
+# OpenMP's threads spin while they wait for the next piece of work, by default for milliseconds:
+# where other programs want the cores too, a step of several threads then takes tens of times as
+# long. This many turns last some ten microseconds, longer than the gaps within a product.
+_SPIN = "GOMP_SPINCOUNT"
+_SPIN_TURNS = "10000"
+
 
 class NurseryError(RtxError):
     """The warm parent could not import what it was told to, or could not fork."""
@@ -57,7 +63,7 @@ class NurseryError(RtxError):
 def inherited_thread_settings() -> dict[str, str | None]:
     """What a worker's environment must have in place of the warm parent's thread counts and
     allocator: the user's own settings; None where there is none."""
-    return {name: os.environ.get(name) for name in (*_ONE_THREAD, _ALLOCATOR)}
+    return {name: os.environ.get(name) for name in (*_ONE_THREAD, _ALLOCATOR, _SPIN)}
 
 
 class Nursery:
@@ -90,6 +96,8 @@ class Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = dict(os.environ) | dict.fromkeys(_ONE_THREAD, "1")
         environment.setdefault(_ALLOCATOR, _ALLOCATOR_SETTINGS)
+        if "OMP_WAIT_POLICY" not in environment:
+            environment.setdefault(_SPIN, _SPIN_TURNS)
         # Asking a device for its capabilities during an import would initialise it.
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         with log.open("ab") as output:

@@ -5,10 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rtx_distributed.elastic.generation import Generation
 from rtx_distributed.metrics import Console, JsonlWriter, write_json_atomic
+
+
+class Sink(Protocol):
+    """Takes the figures of a run elsewhere; see ``metrics.tensorboard``."""
+
+    def restart(self, first_step: int) -> None: ...
+
+    def write(self, row: Mapping[str, Any]) -> None: ...
+
+    def evaluation(self, *, step: int, loss: float) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class RunFiles:
@@ -18,7 +30,15 @@ class RunFiles:
     whose checkpoints may lie on another disk.
     """
 
-    def __init__(self, run_dir: Path, *, console: Console, config_toml: str | None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        console: Console,
+        config_toml: str | None,
+        sink: Sink | None = None,
+    ) -> None:
+        self._sink = sink
         self._run_dir = run_dir
         self._console = console
         self._config_toml = config_toml
@@ -46,10 +66,16 @@ class RunFiles:
 
     def event(self, line: Mapping[str, Any]) -> None:
         self._write(self._events, line)
+        loss, step = line.get("loss"), line.get("step")
+        if self._sink is not None and line["event"] == "evaluation" and loss is not None:
+            assert isinstance(step, int)
+            self._sink.evaluation(step=step, loss=loss)
 
     def step(self, line: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
         """A committed step: its line of metrics, and of samples where they are logged."""
         self._write(self._metrics, line)
+        if self._sink is not None:
+            self._sink.write(line)
         if samples and self._samples is None:
             try:
                 self._samples = JsonlWriter(self._run_dir / "samples.jsonl")
@@ -68,6 +94,8 @@ class RunFiles:
         dropped = self._metrics.cut_back(step)
         if self._samples is not None:
             self._samples.cut_back(step)
+        if self._sink is not None:
+            self._sink.restart(step)
         return dropped
 
     def workers(self, generation: Generation | None) -> None:
@@ -91,6 +119,8 @@ class RunFiles:
             self._warn("workers.json", error)
 
     def close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
         for writer in self._writers():
             try:
                 writer.close()

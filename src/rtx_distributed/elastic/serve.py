@@ -20,6 +20,7 @@ from rtx_distributed.elastic.links import Link
 from rtx_distributed.elastic.processes import signal_name
 from rtx_distributed.elastic.publish import Publisher
 from rtx_distributed.elastic.recorder import Recorder
+from rtx_distributed.elastic.runfiles import Sink
 from rtx_distributed.errors import RtxError
 from rtx_distributed.metrics import Console
 
@@ -49,6 +50,7 @@ class RecorderThread:
         publisher: Publisher,
         host: str,
         config_toml: str | None,
+        sink: Sink | None,
     ) -> None:
         self.token = secrets.token_hex(16)
         self._run_dir = run_dir
@@ -56,6 +58,7 @@ class RecorderThread:
         self._console = console
         self._publisher = publisher
         self._config_toml = config_toml
+        self._sink = sink
         self._host = host
         self._lock = RunLock(run_dir)
         self._failures: list[Failure] = []
@@ -115,6 +118,7 @@ class RecorderThread:
             publisher=self._publisher,
             journal=journal,
             config_toml=self._config_toml,
+            sink=self._sink,
         )
         self._links: list[Link] = []
         self._server = await self._loop.create_server(self._link, self._host, 0)
@@ -223,6 +227,7 @@ def serve_in_thread(
     publisher: Publisher,
     host: str = "127.0.0.1",
     config_toml: str | None = None,
+    sink: Sink | None = None,
 ) -> RecorderThread:
     """Starts a recorder in a thread of this process, for ``workers`` ranks of another launcher.
 
@@ -233,6 +238,7 @@ def serve_in_thread(
         publisher: publishes checkpoints.
         host: address to listen on; one that the other nodes reach, where there are some.
         config_toml: text of ``config.toml``; None writes none.
+        sink: takes the figures elsewhere too.
 
     Raises:
         RunFolderError: the run folder is in use or not writable.
@@ -245,4 +251,5 @@ def serve_in_thread(
         publisher=publisher,
         host=host,
         config_toml=config_toml,
+        sink=sink,
     )

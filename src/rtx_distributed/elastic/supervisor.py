@@ -105,6 +105,7 @@ class _Supervisor:
             publisher=self._publisher,
             journal=self._journal,
             config_toml=job.config_toml,
+            sink=job.sink,
         )
         self._crew = Crew(
             job,

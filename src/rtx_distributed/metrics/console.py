@@ -125,7 +125,9 @@ class Progress:
         self._seconds += seconds
         waited = row.get("exposed_comm_s")
         if waited is not None:
-            self._waits += waited
+            # A rank waits within its own step, and the time of the step is that between the first
+            # commits of any rank: for steps of milliseconds the two can differ.
+            self._waits += min(waited, seconds)
             self._waits_known = True
 
     def take(self, row: Mapping[str, Any]) -> dict[str, str]:

@@ -21,7 +21,8 @@ from rtx_distributed.elastic.serve import RecorderThread, serve_in_thread
 from rtx_distributed.errors import ClusterError, CommError, ConfigError, RtxError
 from rtx_distributed.metrics import make_console
 from rtx_distributed.topology import ClusterEnv, detect
-from rtx_distributed.trainer.folders import claim_folder, run_id_of, saved_config
+from rtx_distributed.trainer.folders import claim_folder, make_sink, run_id_of, saved_config
+from rtx_distributed.trainer.given import given_settings, overlay
 from rtx_distributed.trainer.publisher import RunPublisher
 from rtx_distributed.trainer.session import Session, open_session, worker_device
 
@@ -46,6 +47,7 @@ class Place:
     recorder: RecorderThread | None = None
     supervised: bool = False
     summary: dict[str, Any] = field(default_factory=dict)
+    given: Config | None = None
 
     def finish(self, summary: dict[str, Any]) -> None:
         """The end of a training. Under our supervisor the script may go on, so the farewell comes
@@ -101,28 +103,38 @@ def join(config: Config | None = None) -> Place:
         CommError: the others did not come.
     """
     if _HOLDER.place is not None:
-        if config is not None and config != _HOLDER.place.config:
+        if config is not None and config != _HOLDER.place.given:
             raise ConfigError(
                 "this process has joined its run with other settings; give the same `config` to "
                 "all trainers of a script, or to the first one alone"
             )
         return _HOLDER.place
+    given = config
     if _HOLDER.supervisor is not None:
         place = _join_supervised(*_HOLDER.supervisor, config)
     else:
         cluster = detect(os.environ)
-        config = config or load((), environ=os.environ).config
+        loaded = load((), environ=os.environ)
+        config = loaded.config if config is None else overlay(config, given_settings(loaded))
         if cluster is not None and cluster.world_size > 1:
             place = join_external(config, cluster, name=_script_name())
         else:
             place = _join_alone(config)
         _leave_at_exit()
+    place.given = given
     _HOLDER.place = place
     return place
 
 
 def _join_supervised(control: Control, payload: dict[str, Any], config: Config | None) -> Place:
-    settings = config or Config(**payload["config"])
+    settings = Config(**payload["config"])
+    if config is not None:
+        settings = overlay(config, payload["explicit"])
+        if config.run.dir is not None and "run.dir" not in payload["explicit"]:
+            control.warn(
+                f"the script's `run.dir` ({config.run.dir}) is not used: the launcher has made the "
+                "run folder already; give `--run.dir` to `rtxd launch`"
+            )
     session = open_session(control, settings, device=worker_device(settings))
     return Place(
         session,
@@ -144,6 +156,7 @@ def _join_alone(config: Config) -> Place:
         console=make_console(sys.stderr, log_every=config.metrics.log_every),
         publisher=RunPublisher(folder, keep=config.checkpoint.keep),
         config_toml=saved_config(config, folder),
+        sink=make_sink(config, folder),
     )
     device = worker_device(config)
     control = Control.connect(recorder.address, token=recorder.token, worker=recorder.first_worker)
@@ -174,6 +187,7 @@ def join_external(config: Config, cluster: ClusterEnv, *, name: str) -> Place:
                 publisher=RunPublisher(folder, keep=config.checkpoint.keep),
                 host=host,
                 config_toml=saved_config(config, folder),
+                sink=make_sink(config, folder),
             )
         except (RtxError, OSError) as error:
             store.set("failed", f"rank 0 could not open the run folder: {error}")

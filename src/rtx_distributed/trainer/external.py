@@ -41,5 +41,5 @@ def train_external(loaded: LoadedConfig, cluster: ClusterEnv) -> int:
     code = 3 if summary["stopped"] else 0
     if place.recorder is not None:
         place.recorder.close(exit_code=code)
-        show_farewell(code, summary, place.run_dir, title="run")
+        show_farewell(code, summary, again=["train", str(place.run_dir / "config.toml")])
     return code

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rtx_distributed.checkpoint.store import candidates
 from rtx_distributed.config import Config, replace, to_toml
+from rtx_distributed.elastic.runfiles import Sink
 from rtx_distributed.errors import RunFolderError
 
 _SPARE_BYTES = 1 << 20
@@ -131,6 +132,19 @@ def run_id_of(folder: Path) -> str:
         if candidate.run_id is not None:
             return candidate.run_id
     return uuid.uuid4().hex
+
+
+def make_sink(config: Config, folder: Path) -> Sink | None:
+    """TensorBoard files in the run folder, where ``metrics.tensorboard`` asks for them.
+
+    Raises:
+        ConfigError: the package is missing.
+    """
+    if not config.metrics.tensorboard:
+        return None
+    from rtx_distributed.metrics.tensorboard import TensorBoardSink
+
+    return TensorBoardSink(folder / "tensorboard")
 
 
 def saved_config(config: Config, folder: Path) -> str:

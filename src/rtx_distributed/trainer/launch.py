@@ -22,7 +22,8 @@ from rtx_distributed.trainer.devices import (
 )
 from rtx_distributed.trainer.farewell import show_farewell
 from rtx_distributed.trainer.fixed import refuse_early
-from rtx_distributed.trainer.folders import claimed_folder, run_id_of, saved_config
+from rtx_distributed.trainer.folders import claimed_folder, make_sink, run_id_of, saved_config
+from rtx_distributed.trainer.given import given_settings
 from rtx_distributed.trainer.publisher import RunPublisher
 from rtx_distributed.trainer.resolve import resolve
 
@@ -71,7 +72,7 @@ def _supervise_training(
         preload=(*TORCH_MODULES, "rtx_distributed.trainer.worker"),
         payload={"notes": [*machine.notes, *notes], "dry_run": dry_run},
         forward=False,
-        title="dry run" if dry_run else "run",
+        again=[] if dry_run else ["train", str(folder / "config.toml")],
     )
 
 
@@ -89,9 +90,18 @@ def launch_script(script: Path, args: list[str], loaded: LoadedConfig, nproc: in
                 "notes": list(machine.notes),
                 "script": str(script.absolute()),
                 "args": args,
+                "explicit": given_settings(loaded),
             },
             forward=True,
-            title="script",
+            again=[
+                "launch",
+                *(["--nproc", str(nproc)] if nproc else []),
+                *(f"--{key}={text}" for key, text in _as_arguments(loaded).items()),
+                "--run.dir",
+                str(claim.folder),
+                str(script),
+                *args,
+            ],
         )
     return claim.exit_code
 
@@ -105,7 +115,7 @@ def _supervise(
     preload: tuple[str, ...],
     payload: dict[str, Any],
     forward: bool,
-    title: str,
+    again: list[str],
 ) -> int:
     console = make_console(sys.stderr, log_every=config.metrics.log_every)
     job = Job(
@@ -127,12 +137,23 @@ def _supervise(
         grace_s=config.run.grace_s,
         forward_rank0_output=forward,
         config_toml=saved_config(config, folder),
+        sink=make_sink(config, folder),
         debug=config.debug,
     )
     console.note(f"run folder: {folder}")
     outcome = supervise(job, console=console)
-    show_farewell(outcome.exit_code, outcome.summary, folder, title=title, console=console)
+    show_farewell(outcome.exit_code, outcome.summary, again=again, console=console)
     return outcome.exit_code
+
+
+def _as_arguments(loaded: LoadedConfig) -> dict[str, str]:
+    """What was set on the command line or in a file, as arguments; the folder is said apart."""
+    given = given_settings(loaded)
+    return {
+        key: str(value).lower() if isinstance(value, bool) else str(value)
+        for key, value in given.items()
+        if key not in ("run.dir", "run.resume", "workers")
+    }
 
 
 def share_machine(config: Config, requested: int | None) -> Machine:

@@ -25,6 +25,7 @@ from rtx_distributed.errors import ClusterError, ConfigError
 from rtx_distributed.metrics import PhaseClock
 from rtx_distributed.parallel import Replicate, allocate_state, choose_precision, forbid_tf32
 from rtx_distributed.trainer.ambient import Place, join
+from rtx_distributed.trainer.saving import SaveOnly, Saver, resume
 from rtx_distributed.trainer.userdata import TrainData, prepare_training
 from rtx_distributed.trainer.weights import agree_on_weights
 
@@ -143,8 +144,12 @@ class MultiGpuTrainer:
         collate: Callable[[list[Any]], Any] | None = None,
         on_commit: Callable[[Outcome], None] | None = None,
     ) -> Iterator[Step]:
-        """Yields ``n`` steps (or those of ``epochs``); each is committed when the next is asked
-        for. ``break`` leaves the step under way uncommitted.
+        """Yields the steps of the run, ``n`` (or those of ``epochs``) in all; each is committed
+        when the next is asked for. ``break`` leaves the step under way uncommitted.
+
+        Model and optimizer are saved every ``checkpoint.every`` steps, at the end and at a signal;
+        a start in the same run folder goes on from there, and yields what is left. A run is one
+        call: a second one is an error.
 
         Args:
             dataset: a ``Dataset`` or a ``DataLoader`` (its dataset, collate function, workers and
@@ -161,6 +166,11 @@ class MultiGpuTrainer:
         layout = self._layout
         if layout is None:
             raise ConfigError("`steps` needs a model: call `prepare(model, optimizer)` first")
+        if self._loop is not None:
+            raise ConfigError(
+                "`steps` was called before, and a run is one call: give the number of steps or "
+                "`epochs=` of the whole run, and count epochs by `step.index`"
+            )
         data = prepare_training(
             dataset,
             self.config,
@@ -180,22 +190,40 @@ class MultiGpuTrainer:
             steps=n if n is not None or epochs is not None else self.config.train.steps,
             epochs=epochs,
         )
-        self._loop = self._make_loop(layout, plan, data)
-        self._loop.on_commit = on_commit
-        session = self._place.session
+        session, place = self._place.session, self._place
+        loop = self._loop = self._make_loop(layout, plan, data)
+        loop.on_commit = on_commit
+        saver = Saver(
+            session,
+            layout,
+            self.config,
+            run_dir=place.run_dir,
+            fixed=data.fixed,
+            run_id=place.run_id,
+        )
         if self.rank == 0:
             session.announce(
                 [*self._place.notes, *data.notes],
                 total_steps=plan.steps,
                 flops_per_token=None,
-                precision=self._loop.context.settings.precision.name,
+                precision=loop.context.settings.precision.name,
             )
         session.meet()
-        session.control.resumed(0, path=None)
+        loop.state = resume(saver, loop.state, plan)
+        loop.boundary = SaveOnly(saver)
         try:
-            yield from self._loop.steps()
+            if loop.state.step and loop.state.step >= plan.steps:
+                loop.ending = "already"
+            else:
+                yield from loop.steps()
         finally:
             data.source.close()
+            place.summary = {
+                "stopped": loop.ending == "stopped",
+                "checkpoint": saver.last_path,
+                "ending": loop.ending,
+                "step": loop.state.step,
+            }
 
     def _make_loop(self, layout: Replicate, plan: BatchPlan, data: TrainData) -> Loop:
         session = self._place.session
@@ -228,7 +256,7 @@ class MultiGpuTrainer:
             source=data.source,
             state=RunState(scale=LossScale() if precision.scaled else None),
             rows=rows,
-            intervals=Intervals(evaluate=0, checkpoint=0),
+            intervals=Intervals(evaluate=0, checkpoint=self.config.checkpoint.every),
         )
 
     def synchronize_gradients(

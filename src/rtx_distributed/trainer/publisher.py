@@ -47,7 +47,9 @@ class RunPublisher:
         problems = verify(path, full=True)
         if problems:
             raise CheckpointError(f"`{path}` does not verify: {problems[0]}")
-        apply_retention(self._run_dir, keep=self._keep, just_written=step, run_id=header.run_id)
+        # A script's own settings are known to its workers alone, so the header has the last word.
+        keep = header.config.get("checkpoint", {}).get("keep", self._keep)
+        apply_retention(self._run_dir, keep=keep, just_written=step, run_id=header.run_id)
         return path
 
     def discard(self, folder: Path) -> None:

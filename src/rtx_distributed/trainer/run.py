@@ -60,6 +60,7 @@ class Task:
         warmup: steps of warm-up, of a number of steps in all.
         lr: peak learning rate.
         flops_per_token: for ``mfu``; None when unknown.
+        language: the loss is in nats, and what counts are tokens.
         check_weights: the user built the model: all ranks must hold rank 0's weights.
         predicted_bytes: what a worker should need beyond an empty one, by kind; None when unknown.
         sample: text to show at the end, made by rank 0 from the trained model.
@@ -81,6 +82,7 @@ class Task:
     sample: Callable[[torch.nn.Module], str] | None = None
     notes: list[str] = field(default_factory=list)
     check_weights: bool = False
+    language: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def run_task(
         early=EarlyStop(config.eval.early_stop_patience),
     )
     session.meet()
-    state = resume(saver, first)
+    state = resume(saver, first, plan)
     if task.check_weights and state.step == 0:
         agree_on_weights(session, layout)
     loop = _loop(session, task, config, layout, plan, precision, state)

@@ -15,9 +15,10 @@ from rtx_distributed.checkpoint.store import FOLDER, candidates, temporary_name
 from rtx_distributed.checkpoint.verify import verify
 from rtx_distributed.checkpoint.write import DTYPES, specs_of, write_shard
 from rtx_distributed.config import Config
+from rtx_distributed.data import BatchPlan
 from rtx_distributed.elastic.messages import CheckpointPublished
-from rtx_distributed.engine import EarlyStop, LossScale, RunState
-from rtx_distributed.errors import CheckpointError
+from rtx_distributed.engine import EarlyStop, Evaluation, LossScale, RunState
+from rtx_distributed.errors import CheckpointError, ResumeError
 from rtx_distributed.parallel import Replicate
 from rtx_distributed.parallel.optimizer import ensure_tensor, restore_scalars, state_scalars
 from rtx_distributed.trainer.fixed import refuse_differences
@@ -199,19 +200,54 @@ class Saver:
         restore_scalars(
             self.layout.optimizer, self.layout.names, manifest.state.get("optimizer", {})
         )
+        groups = self.layout.optimizer.param_groups
+        for group, rate in zip(groups, manifest.state.get("rates", []), strict=False):
+            group["lr"] = rate
         self.run_id = manifest.run_id
         self.last_path = str(path)
         return _decode_state(manifest, first)
 
 
-def resume(saver: Saver, first: RunState) -> RunState:
+class SaveOnly:
+    """Step boundaries of a loop whose evaluation is the user's own."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+
+    def evaluate(self, state: RunState) -> Evaluation | None:
+        return None
+
+    def save(self, state: RunState) -> bool:
+        return self._saver.save(state)
+
+
+def resume(saver: Saver, first: RunState, plan: BatchPlan) -> RunState:
     """The state to go on from: of the newest valid checkpoint, else ``first``. The run folder's
-    rows from there on are cut away before this returns."""
+    rows from there on are cut away before this returns.
+
+    Raises:
+        ResumeError: it is of another run, or ended with a short step and ``plan`` goes on.
+        CheckpointError: none verifies.
+    """
     path, passed = saver.choose()
     state = first if path is None else saver.load(path, first)
+    if path is not None and state.step < plan.steps:
+        _refuse_after_short_step(path, state, plan)
     saver.session.control.resumed(state.step, path=path, passed_over=passed)
     saver.session.communicator.barrier()
     return state
+
+
+def _refuse_after_short_step(path: Path, state: RunState, plan: BatchPlan) -> None:
+    """A step of fixed epochs may be short at their end. Going on after it would leave out, or see
+    again, the samples that a longer run has in that step."""
+    whole = state.step * plan.global_batch
+    if state.samples != whole:
+        raise ResumeError(
+            f"`{path}` ended with a short step: {state.samples} samples in {state.step} steps of "
+            f"{plan.global_batch}, so a longer run has other samples in its last step. Go on from "
+            "the checkpoint before it (`--run.resume PATH --run.dir NEW`), or start anew"
+        )
 
 
 def _encode_state(state: RunState, layout: Replicate) -> dict[str, Any]:
@@ -221,6 +257,7 @@ def _encode_state(state: RunState, layout: Replicate) -> dict[str, Any]:
         "loss_scale": None if scale is None else {"value": scale.value, "good": scale.good},
         "early_stop": {"best": state.early.best, "bad": state.early.bad},
         "optimizer": state_scalars(layout.optimizer, layout.names),
+        "rates": [float(group["lr"]) for group in layout.optimizer.param_groups],
     }
 
 

@@ -103,18 +103,19 @@ def _lines(
     mapped: list[float],
 ) -> list[tuple[str, str]]:
     world = session.world_size
+    unit, counted = ("nats per token", "tokens") if task.language else ("on average", "counted")
     lines = [
-        ("steps", f"{metrics.steps} ({loop.state.updates} updates), {metrics.tokens:,} tokens")
+        ("steps", f"{metrics.steps} ({loop.state.updates} updates), {metrics.tokens:,} {counted}")
     ]
     if metrics.loss is not None:
-        lines.append(("training loss", f"{metrics.loss:.4f} nats per token (last step)"))
+        lines.append(("training loss", f"{metrics.loss:.4f} {unit} (last step)"))
     if loop.evaluation is not None and metrics.eval_loss is not None:
         e = loop.evaluation
         lines.append(
             (
                 "evaluation loss",
-                f"{metrics.eval_loss:.4f} nats per token "
-                f"(exact: {e.samples} held-out samples, {e.tokens:,} tokens)",
+                f"{metrics.eval_loss:.4f} {unit} "
+                f"(exact: {e.samples} held-out samples, {e.tokens:,} {counted})",
             )
         )
         lines.extend((name, f"{value:.4f}") for name, value in e.values.items())
@@ -123,7 +124,7 @@ def _lines(
         lines.append(
             (
                 "throughput",
-                f"{rate:,.0f} tokens/s over {world} workers, {rate / world:,.0f} per worker; "
+                f"{rate:,.0f} {counted}/s over {world} workers, {rate / world:,.0f} per worker; "
                 f"median step {median * 1e3:.1f} ms",
             )
         )

@@ -83,6 +83,7 @@ class DistributedTransformerTrainer:
             warmup=lambda total: warmup_for(config, default=total // 20, total=total),
             notes=[*place.notes, *data.notes],
             check_weights=True,
+            language=loss is None,
         )
         if val_data is not None:
             task.heldout, task.heldout_slots = prepare_evaluation(
@@ -97,7 +98,7 @@ class DistributedTransformerTrainer:
         alone = place.recorder is not None
         place.finish(summary)
         if alone:
-            show_farewell(3 if summary["stopped"] else 0, summary, place.run_dir, title="script")
+            show_farewell(3 if summary["stopped"] else 0, summary)
         return metrics
 
 

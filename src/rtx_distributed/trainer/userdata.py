@@ -22,9 +22,18 @@ _SLOTS = 8  # an automatic micro-batch makes this many slots where the global ba
 class LoaderSource:
     """Serves slots of a data set through loader workers, or in this process."""
 
-    def __init__(self, dataset: Any, *, workers: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        workers: int,
+        device: torch.device,
+        worker_init: Callable[[int], None] | None = None,
+    ) -> None:
         self.dataset = dataset
-        self._loader = SlotLoader(dataset, workers=workers, pin=device.type == "cuda")
+        self._loader = SlotLoader(
+            dataset, workers=workers, pin=device.type == "cuda", worker_init=worker_init
+        )
 
     def batches(self, slots: Iterable[Slot]) -> Iterator[tuple[Slot, Any]]:
         return self._loader.batches(slots)
@@ -98,7 +107,9 @@ def prepare_training(
     workers = config.data.workers or data.workers or 0
     fingerprint = getattr(data.source, "fingerprint", type(data.source).__name__)
     return TrainData(
-        source=LoaderSource(data.source, workers=workers, device=device),
+        source=LoaderSource(
+            data.source, workers=workers, device=device, worker_init=data.worker_init
+        ),
         order=data.order,
         global_batch=batch,
         micro_batch=micro,

@@ -46,7 +46,7 @@ def test_the_line_that_resumes_can_be_typed_as_it_stands(
     monkeypatch.setattr("sys.argv", [started_as])
     stream = io.StringIO()
     console = make_console(stream)
-    show_farewell(3, {"step": 7}, Path("runs/a"), title="run", console=console)
+    show_farewell(3, {"step": 7}, again=["train", "runs/a/config.toml"], console=console)
     assert stream.getvalue().strip() == (
         f"stopped after step 7; to resume: {shown} runs/a/config.toml"
     )

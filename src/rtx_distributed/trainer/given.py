@@ -1,0 +1,33 @@
+"""Settings that somebody gave, apart from defaults: a script's own configuration stands between
+them, so the launcher's file, environment and command line win over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rtx_distributed.config import Config, LoadedConfig, settings
+
+
+def given_settings(loaded: LoadedConfig) -> dict[str, Any]:
+    """By key, the settings that a file, the environment or the command line set; JSON values."""
+    dumped = loaded.config.model_dump(mode="json")
+    found: dict[str, Any] = {}
+    for key, setting in settings().items():
+        if loaded.origins[key] != "default":
+            part = dumped[setting.section] if setting.section else dumped
+            found[key] = part[setting.name]
+    return found
+
+
+def overlay(config: Config, given: dict[str, Any]) -> Config:
+    """``config`` (of its own class) with the settings ``given`` (by key) put over it.
+
+    Raises:
+        ConfigError: they do not fit each other.
+    """
+    dumped = config.model_dump(mode="json")
+    for key, value in given.items():
+        setting = settings()[key]
+        part = dumped[setting.section] if setting.section else dumped
+        part[setting.name] = value
+    return type(config)(**dumped)
