@@ -32,6 +32,9 @@ class FolderPublisher:
     def discard(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
+    def set_aside(self, step: int) -> list[Path]:
+        return []
+
     def newest(self) -> Path | None:
         return max(self._folder.glob("step-*"), default=None)
 

@@ -303,3 +303,22 @@ def test_a_disk_that_fills_up_in_the_middle(tmp_path: Path) -> None:
         assert checkpoints(run)[-1] == 100
         assert rows(run, "metrics.jsonl")[-1]["step"] == 99
         assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_going_back_leaves_no_later_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    every = "--checkpoint.every=2"
+    code, text = finish(start_train(tmp_path, "--train.steps=8", every, workers=1))
+    assert code == 0, text
+    whole = column(run, "loss")
+    back = f"--run.resume={run / 'checkpoints/step-00000004'}"
+    # Keep is 3: steps 4, 6 and 8 are there. The run goes back to 4 and ends at 5.
+    code, text = finish(start_train(tmp_path, "--train.steps=5", every, back, workers=2))
+    assert code == 0, text
+    assert "`abandoned-1-step-00000008` is of the steps that are now done anew" in text
+    assert checkpoints(run) == [4, 5]
+    code, text = finish(start_train(tmp_path, "--train.steps=8", every, workers=1))
+    assert code == 0, text
+    assert events(run, "resume")[-1]["step"] == 5
+    assert column(run, "step") == list(range(8))
+    assert len(whole) == 8

@@ -116,6 +116,29 @@ def newest_valid(
     return None
 
 
+def set_aside_above(run_dir: Path, step: int, *, disk: Disk = DISK) -> list[Path]:
+    """Renames the checkpoints of more than ``step`` steps to ``abandoned-<n>-step-...`` and returns
+    the new paths. A run that goes back to ``step`` makes other steps from there on, and the next
+    start must not take these for its newest. Nothing is deleted.
+
+    Raises ``OSError``.
+    """
+    moved = []
+    for candidate in candidates(run_dir):
+        if candidate.step <= step:
+            continue
+        number = 1
+        while (
+            place := candidate.path.with_name(f"abandoned-{number}-{candidate.path.name}")
+        ).exists():
+            number += 1
+        disk.rename(candidate.path, place)
+        moved.append(place)
+    if moved:
+        disk.sync_folder(run_dir / FOLDER)
+    return moved
+
+
 def collect_garbage(run_dir: Path, *, disk: Disk = DISK) -> list[Path]:
     """Removes unfinished attempts and half-deleted checkpoints; returns what was removed. Only
     for who holds the run folder's lock: another process's attempt looks just the same."""

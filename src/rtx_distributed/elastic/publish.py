@@ -31,6 +31,13 @@ class Publisher(Protocol):
     def clean(self) -> None:
         """Removes what an earlier process left half-done; called once, with the lock held."""
 
+    def set_aside(self, step: int) -> list[Path]:
+        """Takes the checkpoints of more than ``step`` steps out of the way, and names them.
+
+        Raises:
+            OSError: one could not be renamed.
+        """
+
     def discard(self, folder: Path) -> None:
         """Removes an attempt."""
 

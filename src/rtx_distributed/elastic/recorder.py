@@ -79,6 +79,7 @@ class Recorder:
         self.summaries: dict[int, dict[str, Any]] = {}
         self.rejects = 0
         self._console = console
+        self._publisher = publisher
         self._host = host
         self._journal = journal
         self._state = ms.State(expected=workers, last_number=journal.past.last_generation)
@@ -329,9 +330,17 @@ class Recorder:
     def _cut_back(self, message: m.Resumed) -> m.ResumeReady:
         try:
             dropped = self._files.cut_back(message.step)
+            # Broken ones that were passed over stay in their place, for whoever can mend them.
+            moved = [] if message.passed_over else self._publisher.set_aside(message.step)
         except OSError as error:
-            text = f"the rows from step {message.step} on cannot be cut away: {error}"
+            text = (
+                f"the rows and checkpoints from step {message.step} on cannot be cut away: {error}"
+            )
             return m.ResumeReady(message.step, 0, text)
+        for path in moved:
+            self._console.warning(
+                f"`{path.name}` is of the steps that are now done anew; it is kept, not used"
+            )
         self._files.config()
         self._rows.restart(message.step)
         self._previous_commit = None

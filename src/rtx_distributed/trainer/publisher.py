@@ -13,6 +13,7 @@ from rtx_distributed.checkpoint.store import (
     apply_retention,
     candidates,
     collect_garbage,
+    set_aside_above,
     step_name,
 )
 from rtx_distributed.checkpoint.verify import verify
@@ -51,6 +52,9 @@ class RunPublisher:
         keep = header.config.get("checkpoint", {}).get("keep", self._keep)
         apply_retention(self._run_dir, keep=keep, just_written=step, run_id=header.run_id)
         return path
+
+    def set_aside(self, step: int) -> list[Path]:
+        return set_aside_above(self._run_dir, step)
 
     def discard(self, folder: Path) -> None:
         drop(folder)

@@ -36,6 +36,9 @@ class FolderPublisher:
     def discard(self, folder: Path) -> None:
         shutil.rmtree(folder)
 
+    def set_aside(self, step: int) -> list[Path]:
+        return []
+
     def newest(self) -> Path | None:
         return None
 
