@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +14,19 @@ from safetensors.numpy import load_file
 
 from rtx_distributed.checkpoint.export import export
 from rtx_distributed.checkpoint.manifest import read_manifest
+from tests.support.processes import start_rtxd
 from tests.support.runs import (
+    SMALL,
     checkpoints,
     column,
     committed,
     finish,
     finish_all,
     start_launch,
+    start_train,
     wait_until,
     write_script,
+    write_text,
 )
 
 LOOP = """
@@ -155,3 +162,84 @@ def test_tensorboard_holds_each_step_once(tmp_path: Path) -> None:
     assert [scalar.step for scalar in scalars] == list(range(20))
     losses = column(tmp_path / "run", "loss")
     assert [scalar.value for scalar in scalars] == pytest.approx(losses, rel=1e-6)
+
+
+LEAVER = """
+    import sys
+    import torch
+    from rtx_distributed import MultiGpuTrainer
+
+    mode = sys.argv[1]
+    trainer = MultiGpuTrainer()
+    first = trainer.rank == 0
+    model = torch.nn.Linear(1, 1, bias=first or mode != "unlike")
+    trainer.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if mode == "early" and not first:
+        sys.exit(0)
+    data = [torch.ones(1) for _ in range(40)]
+    for step in trainer.steps(data, 8, global_batch=4, micro_batch=1):
+        if mode in ("break", "exit") and step.index == 2 and not first:
+            if mode == "break":
+                break
+            sys.exit(0)
+        for x in step.slots():
+            loss = model(x).sum()
+            if mode == "by_hand":
+                loss.backward()
+            else:
+                step.backward(loss, len(x))
+"""
+
+
+def test_a_rank_that_leaves_early_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "leaver.py", LEAVER)
+    modes = ("break", "exit", "early")
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(
+                start_rtxd(
+                    *("launch", "--nproc", "2", "--run.dir", str(tmp_path / mode)),
+                    *(script, mode),
+                    folder=tmp_path,
+                )
+            )
+            for mode in modes
+        ]
+        for mode, run in zip(modes, runs, strict=True):
+            assert run.wait(limit_s=50) == 1, mode
+            last = (run.stdout + run.stderr).splitlines()[-3:]
+            assert any("rank 1" in line and "left before the work" in line for line in last), last
+            run.assert_none_left()
+
+
+@pytest.mark.parametrize(
+    ("mode", "word"),
+    [("unlike", "different models, in more than their weights"), ("by_hand", "`step.backward")],
+)
+def test_misuse_is_named_on_all_ranks(mode: str, word: str, tmp_path: Path) -> None:
+    script = write_script(tmp_path, "leaver.py", LEAVER)
+    command = ("launch", "--nproc", "2", "--run.dir", str(tmp_path / "run"), script, mode)
+    code, text = finish(start_rtxd(*command, folder=tmp_path))
+    assert code == 2, text
+    assert word in text
+    assert ("different weights" in text) == (mode != "unlike")
+    assert "phase end" not in text
+
+
+def test_closed_output_is_no_failure(tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    rtxd = Path(sys.executable).with_name("rtxd")
+    settings = (*SMALL, "--train.steps", "2", "--data.path", str(data), "--run.dir", "run")
+    command = f"exec {rtxd} train --workers 1 {' '.join(settings)} >&- 2>&-"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 0
+    assert column(tmp_path / "run", "step") == [0, 1]
+
+
+def test_a_resume_from_nowhere_changes_nothing(tmp_path: Path) -> None:
+    code, text = finish(
+        start_train(tmp_path, "--train.steps=2", "--run.resume=nowhere", workers=1, run="fresh")
+    )
+    assert code == 2
+    assert "`nowhere`, which does not exist" in text
+    assert not (tmp_path / "fresh").exists()

@@ -45,12 +45,26 @@ Target = Annotated[
 
 def main() -> NoReturn:
     """The console script."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # Generated text and file names may hold what the terminal cannot show.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     app()
     raise SystemExit(0)
+
+
+def _open_closed_streams() -> None:
+    """Whoever closed them wants nothing shown. Left closed, the next file or socket would get their
+    numbers, and what is printed would go there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            stream = open(number, "r" if number == 0 else "w", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
 def _version(wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from rtx_distributed.errors import UsageError
@@ -11,6 +12,9 @@ def generate(run: Path, prompt: str, *, tokens: int, temperature: float, seed: i
     if not run.is_dir():
         raise UsageError(f"run folder `{run}` does not exist")
     from rtx_distributed.trainer.sampling import generate_from_run
+    from rtx_distributed.trainer.text import printable
 
-    print(generate_from_run(run, prompt, tokens=tokens, temperature=temperature, seed=seed))
+    text = generate_from_run(run, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    # A model may write any byte; a file gets them all, a terminal none that it would obey.
+    print(printable(text) if sys.stdout.isatty() else text)
     return 0

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ from rtx_distributed.metrics import Console, make_console
 
 _SETTLE_S = 0.7
 _LEAVE_S = 10.0
+_WAITING = frozenset({"meeting", "reduce", "vote", "evaluation", "checkpoint"})
+_LEAVER_TURNS = 5  # seconds in one place beside a member that has left
 _PUBLISH_S = 60.0
 _LAST_RESORT_S = 5.0
 
@@ -129,6 +132,7 @@ class _Supervisor:
                 tail = Tail(self._crew.log_of(self._crew.numbers[0]), sys.stdout)
                 self._start(tail.follow())
             self._start(self._launch())
+            self._start(self._watch_leavers())
             outcome = await self._ending
             # A checkpoint on its way is not given up, unless the user wants the end at once.
             await self._recorder.settle(_PUBLISH_S if outcome.exit_code != 130 else 1.0)
@@ -146,7 +150,8 @@ class _Supervisor:
         if left:
             self._console.warning(f"{left} processes of the run cannot be ended by SIGKILL")
         self._recorder.close(
-            orderly=self._recorder.finished,
+            # A start that the user's input ended has left nobody behind either.
+            orderly=self._recorder.finished or outcome.exit_code == 2,
             exit_code=outcome.exit_code,
             cause=outcome.cause or outcome.text,
         )
@@ -254,6 +259,37 @@ class _Supervisor:
             self._end(Outcome(3, "", cause=cause, checkpoint=str(newest)))
         else:
             self._end(Outcome(1, f"{self._stopping.reason} before the first step: nothing trained"))
+
+    async def _watch_leavers(self) -> None:
+        """A member that has finished takes part in nothing more, so one that stands in a collective
+        beside it waits for ever: the leaver is at fault, be its own end ever so orderly."""
+        seen: dict[int, tuple[tuple[str, int | None], int]] = {}
+        while not self._recorder.finished:
+            await asyncio.sleep(1.0)
+            left = sorted(self._recorder.summaries)
+            if not left or self._failures:
+                continue
+            for worker in self._crew.workers.values():
+                at = worker.board.read()
+                if worker.number in left or not worker.alive or at[0] not in _WAITING:
+                    seen.pop(worker.number, None)
+                    continue
+                before, times = seen.get(worker.number, (at, 0))
+                seen[worker.number] = (at, times + 1 if before == at else 0)
+                if seen[worker.number][1] >= _LEAVER_TURNS:
+                    self._fail_leaver(left[0], worker)
+                    return
+
+    def _fail_leaver(self, leaver: int, waiting: Worker) -> None:
+        phase, step = waiting.board.read()
+        place = self._recorder.place(leaver)
+        waits = self._recorder.place(waiting.number).at(step, phase)
+        cause = "left before the work was done"
+        text = (
+            f"rank {place.rank} on {place.node} {cause}: its script has ended (by sys.exit, or "
+            f"out of its loop), and another waits for it: {waits}"
+        )
+        self._fail(Failure(time=time.monotonic(), worker=leaver, text=text, cause=cause, step=step))
 
     def run_finished(self) -> None:
         self._start(self._after(_LEAVE_S, self._end_stragglers))

@@ -111,6 +111,7 @@ class Step:
         zero = torch.zeros((), dtype=torch.float64, device=context.device)
         self._sums = StepSums(loss=zero, counted=zero.clone())
         self._visited = 0
+        self._backwards = 0
         self._open = False
         self._started = time.perf_counter()
         context.clock.take()
@@ -167,6 +168,7 @@ class Step:
         if not _on_device(count) and float(count) == 0:
             return
         context = self._context
+        self._backwards += 1
         context.control.phase("backward", self.index)
         detached = loss_sum.detach().double()
         bad = ~torch.isfinite(detached)
@@ -199,6 +201,12 @@ class Step:
             raise ConfigError(
                 f"the body of step {self.index} computed {self._visited} of this rank's "
                 f"{len(self.mine)} slots; iterate over all of `step.slots()`"
+            )
+        if not self._backwards and any(context.layout.reducer.used()):
+            raise ConfigError(
+                f"the body of step {self.index} made gradients without `step.backward`, so nothing "
+                "says what to divide them by; call `step.backward(loss_sum, count)` in place of "
+                "`loss.backward()`"
             )
         context.control.phase("reduce", self.index)
         with context.clock.phase("reduce"):

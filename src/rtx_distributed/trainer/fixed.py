@@ -30,6 +30,8 @@ def refuse_early(run_dir: Path, config: Config, fixed: dict[str, Any]) -> None:
         path = found
     elif config.run.resume == "never":
         return
+    elif not path.is_dir():
+        raise ResumeError(f"`run.resume` names `{path}`, which does not exist")
     try:
         saved = read_manifest(path).data
     except CheckpointError:

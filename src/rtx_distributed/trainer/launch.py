@@ -119,7 +119,7 @@ def _supervise(
 ) -> int:
     console = make_console(sys.stderr, log_every=config.metrics.log_every)
     job = Job(
-        run_dir=folder,
+        run_dir=folder.absolute(),
         workers=machine.workers,
         entry=entry,
         publisher=RunPublisher(folder, keep=config.checkpoint.keep),

@@ -216,6 +216,15 @@ class MultiGpuTrainer:
                 loop.ending = "already"
             else:
                 yield from loop.steps()
+            session.control.phase("end", loop.state.step)
+        except GeneratorExit:
+            session.control.phase("end", loop.state.step)
+            if self.rank == 0:
+                session.control.warn(
+                    f"the loop was left in step {loop.state.step} of {plan.steps}: the run is "
+                    "incomplete, and steps after its last checkpoint are not saved"
+                )
+            raise
         finally:
             data.source.close()
             place.summary = {

@@ -165,6 +165,7 @@ def run_task(
                 for batch in step.slots():
                     step.backward(*task.loss(task.model, batch))
     task.train.close()
+    session.control.phase("end", loop.state.step)
     metrics = TrainingMetrics(
         steps=loop.state.step,
         tokens=loop.state.tokens,

@@ -101,6 +101,7 @@ class Session:
         if self.store is None:
             return
         self._meetings += 1
+        self.control.phase("meeting", -1)
         keys = [f"meet/{self._meetings}/{rank}" for rank in range(self.world_size)]
         started, told = time.monotonic(), False
         try:

@@ -17,7 +17,13 @@ def agree_on_weights(session: Session, layout: Replicate) -> None:
     Raises:
         ConfigError: the models differ in more than their weights.
     """
-    if _same(session, layout.model):
+    # Shapes first: a broadcast between unlike models would wait for ever, or mix tensors up.
+    if not _equal(session, structure_digest(layout.model)):
+        raise ConfigError(
+            f"rank {session.rank}: the ranks built different models, in more than their weights; "
+            "every rank must run the same code"
+        )
+    if _equal(session, weights_digest(layout.model)):
         return
     if session.rank == 0:
         session.control.warn(
@@ -25,19 +31,24 @@ def agree_on_weights(session: Session, layout: Replicate) -> None:
             "initialisation (`torch.manual_seed`) to silence this"
         )
     layout.sync_from_first()
-    if not _same(session, layout.model):
-        raise ConfigError(
-            f"rank {session.rank}: the ranks built different models, in more than their weights; "
-            "every rank must run the same code"
-        )
 
 
-def _same(session: Session, model: torch.nn.Module) -> bool:
-    digest = float(weights_digest(model))
-    extremes = torch.tensor([digest, -digest], dtype=torch.float64, device=session.device)
+def _equal(session: Session, digest: int) -> bool:
+    value = float(digest)
+    extremes = torch.tensor([value, -value], dtype=torch.float64, device=session.device)
     session.communicator.all_reduce(extremes, op="max").wait()
     top, bottom = extremes.tolist()
     return bool(top == -bottom)
+
+
+def structure_digest(model: torch.nn.Module) -> int:
+    """A 52-bit hash over names, shapes, dtypes, order and training flags of all tensors, also of
+    those that are not saved."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        text = f"{name}:{tuple(tensor.shape)}:{tensor.dtype}:{tensor.requires_grad};"
+        digest.update(text.encode())
+    return int.from_bytes(digest.digest(), "little") >> 12
 
 
 def weights_digest(model: torch.nn.Module) -> int:

@@ -26,7 +26,7 @@ from rtx_distributed.trainer.losses import language_metrics, next_token_loss
 from rtx_distributed.trainer.resolve import ResolvedRun, check_sequence, warmup_steps
 from rtx_distributed.trainer.run import Task, TrainingMetrics, run_task
 from rtx_distributed.trainer.session import Session, open_session, worker_device
-from rtx_distributed.trainer.text import text_codec
+from rtx_distributed.trainer.text import printable, text_codec
 from rtx_distributed.trainer.userdata import LoaderSource
 
 _PROMPT_TOKENS = 48
@@ -160,4 +160,4 @@ def _sample(model: torch.nn.Module, data: OpenedData, config: Config, device: to
     tokens = torch.from_numpy(prompt[:, :_PROMPT_TOKENS]).to(device)
     written = generate_tokens(model, tokens, steps=_SAMPLE_TOKENS, temperature=0.8, seed=0)
     codec = text_codec(config.data.tokenizer, kind=data.train.array.tokenizer)
-    return codec.decode(written[0].tolist())
+    return printable(codec.decode(written[0].tolist()))
