@@ -104,6 +104,7 @@ class Loop:
                 stream=stream,
                 counted=self.source.counted(slots),
             )
+            self.context.control.phase("body", self.state.step)
             yield step
             outcome = step.finish()
             self.last = outcome

@@ -65,7 +65,8 @@ class CommError(RtxError):
 @dataclass(frozen=True, slots=True)
 class Where:
     """Where in a run something happened. ``step`` counts from 0; ``phase`` is one of
-    data, forward, backward, reduce, vote, optimizer, evaluation, checkpoint, start."""
+    start, meeting, body, data, forward, backward, reduce, vote, optimizer, evaluation, checkpoint,
+    end."""
 
     rank: int
     host: str

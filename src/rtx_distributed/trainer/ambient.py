@@ -63,6 +63,11 @@ class Place:
         _HOLDER.place = None
         control = self.session.control
         if exit_code == 0:
+            if self.summary and self.summary["ending"] is None and self.session.rank == 0:
+                control.warn(
+                    f"the loop was left in step {self.summary['step']} of {self.summary['of']}: "
+                    "the run is incomplete, and steps after its last checkpoint are not saved"
+                )
             control.done(self.summary)
         self.session.close()
         control.close()

@@ -217,14 +217,6 @@ class MultiGpuTrainer:
             else:
                 yield from loop.steps()
             session.control.phase("end", loop.state.step)
-        except GeneratorExit:
-            session.control.phase("end", loop.state.step)
-            if self.rank == 0:
-                session.control.warn(
-                    f"the loop was left in step {loop.state.step} of {plan.steps}: the run is "
-                    "incomplete, and steps after its last checkpoint are not saved"
-                )
-            raise
         finally:
             data.source.close()
             place.summary = {
@@ -232,6 +224,7 @@ class MultiGpuTrainer:
                 "checkpoint": saver.last_path,
                 "ending": loop.ending,
                 "step": loop.state.step,
+                "of": plan.steps,
             }
 
     def _make_loop(self, layout: Replicate, plan: BatchPlan, data: TrainData) -> Loop:

@@ -17,15 +17,6 @@ class TextCodec:
     decode: Callable[[Sequence[int]], str]
 
 
-def printable(text: str) -> str:
-    """``text`` without what a terminal would obey: control characters but newline and tab are
-    shown as the replacement character."""
-    return "".join(
-        char if char in "\n\t" or not (ord(char) < 32 or 127 <= ord(char) < 160) else "\ufffd"
-        for char in text
-    )
-
-
 def text_codec(tokenizer: Path | None, *, kind: str | None = "bytes") -> TextCodec:
     """Bytes, a Hugging Face ``tokenizer.json``, or token numbers where neither is known.
 

@@ -12,6 +12,7 @@ from rtx_distributed.config import Config
 from rtx_distributed.data import SampleOrder, evaluation_slots
 from rtx_distributed.data.sources import OpenedData, open_dataset
 from rtx_distributed.elastic.control import Control
+from rtx_distributed.metrics.printable import printable
 from rtx_distributed.model import (
     PRESETS,
     ModelSpec,
@@ -26,7 +27,7 @@ from rtx_distributed.trainer.losses import language_metrics, next_token_loss
 from rtx_distributed.trainer.resolve import ResolvedRun, check_sequence, warmup_steps
 from rtx_distributed.trainer.run import Task, TrainingMetrics, run_task
 from rtx_distributed.trainer.session import Session, open_session, worker_device
-from rtx_distributed.trainer.text import printable, text_codec
+from rtx_distributed.trainer.text import text_codec
 from rtx_distributed.trainer.userdata import LoaderSource
 
 _PROMPT_TOKENS = 48

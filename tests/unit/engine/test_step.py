@@ -191,8 +191,10 @@ def test_the_outcome_of_a_step() -> None:
     # w is 0.85 now
     assert second.loss == pytest.approx(0.85 * 4.5, rel=1e-6)
     assert second.state == RunState(step=2, updates=2, tokens=4, samples=4)
-    assert run.control.phases[:3] == [("data", 0), ("forward", 0), ("backward", 0)]
-    assert [name for name, step in run.control.phases if step == 1] == [
+    phases = run.control.phases
+    assert phases[:4] == [("body", 0), ("data", 0), ("forward", 0), ("backward", 0)]
+    assert [name for name, step in phases if step == 1] == [
+        "body",
         *["data", "forward", "backward"] * 2,
         *["reduce", "vote", "optimizer"],
     ]
