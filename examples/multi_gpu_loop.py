@@ -31,6 +31,7 @@ for step in trainer.steps(loader, epochs=2, on_commit=lambda done: losses.append
         step.backward(loss, labels.numel())
 
 if trainer.rank == 0:
-    print(f"last loss {losses[-1]:.6f}")
+    if losses:  # none are left where the run had finished before
+        print(f"last loss {losses[-1]:.6f}")
     if len(sys.argv) > 1:
         save_file(model.state_dict(), sys.argv[1])

@@ -14,12 +14,13 @@ from safetensors.numpy import load_file
 
 from rtx_distributed.checkpoint.export import export
 from rtx_distributed.checkpoint.manifest import read_manifest
-from tests.support.processes import start_rtxd
+from tests.support.processes import start_python, start_rtxd
 from tests.support.runs import (
     SMALL,
     checkpoints,
     column,
     committed,
+    events,
     finish,
     finish_all,
     start_launch,
@@ -243,3 +244,50 @@ def test_a_resume_from_nowhere_changes_nothing(tmp_path: Path) -> None:
     assert code == 2
     assert "`nowhere`, which does not exist" in text
     assert not (tmp_path / "fresh").exists()
+
+
+TELLS = "    print('after', trainer.stopped)\n"
+
+
+def test_a_script_started_by_hand_has_the_runs_exit_code(tmp_path: Path) -> None:
+    slow = write_script(tmp_path, "slow.py", LOOP.format(pause=0.1) + TELLS)
+    env = {"RTXD_RUN__DIR": "run"}
+    run = tmp_path / "run"
+    with start_python(slow, folder=tmp_path, env=env) as part:
+        wait_until(part, lambda: committed(run, 6))
+        part.signal(signal.SIGINT)
+        assert part.wait(limit_s=30) == 3
+        text = part.stdout + part.stderr
+    assert "after True" in text  # what follows the loop can tell
+    assert "to resume: start the script again" in text
+    assert events(run, "end")[-1]["exit_code"] == 3
+    for said in ("step 20/20", "this run has finished: 20 steps are done"):
+        code, text = finish(start_python(slow, folder=tmp_path, env=env))
+        assert code == 0, text
+        assert said in text
+        assert "after False" in text
+    assert column(run, "step") == list(range(20))
+
+
+NO_BATCH = """
+    from rtx_distributed import DistributedTransformerTrainer
+    import torch
+
+    DistributedTransformerTrainer().train(torch.nn.Linear(1, 1), [torch.ones(1)] * 4)
+"""
+
+
+def test_settings_that_do_not_do_are_exit_2_from_a_script_too(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "none.py", NO_BATCH)
+    code, text = finish(start_python(script, folder=tmp_path))
+    assert code == 2
+    assert "Set `train.global_batch`" in text
+
+
+def test_a_setting_after_the_script_is_pointed_out(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "quick.py", LOOP.format(pause=0))
+    command = ("launch", "--nproc", "1", "--run.dir", "run", script, "--train.steps", "3", "--x.y")
+    code, text = finish(start_rtxd(*command, folder=tmp_path))
+    assert code == 0, text
+    assert "`--train.steps` stands after `quick.py`, so it is an argument of the script" in text
+    assert "--x.y" not in text

@@ -217,7 +217,7 @@ class Step:
         waiting = time.perf_counter()
         with context.clock.phase("vote"):
             yields = self._vote()
-        waited = time.perf_counter() - waiting
+        waited = time.perf_counter() - waiting if context.communicator.world_size > 1 else 0.0
         context.control.phase("optimizer", self.index)
         with context.clock.phase("optimizer"):
             outcome = self._commit(reduced, yields)

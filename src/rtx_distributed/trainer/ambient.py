@@ -4,6 +4,9 @@ hand."""
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
+import multiprocessing.util
 import os
 import socket
 import sys
@@ -21,6 +24,7 @@ from rtx_distributed.elastic.serve import RecorderThread, serve_in_thread
 from rtx_distributed.errors import ClusterError, CommError, ConfigError, RtxError
 from rtx_distributed.metrics import make_console
 from rtx_distributed.topology import ClusterEnv, detect
+from rtx_distributed.trainer.farewell import show_farewell
 from rtx_distributed.trainer.folders import claim_folder, make_sink, run_id_of, saved_config
 from rtx_distributed.trainer.given import given_settings, overlay
 from rtx_distributed.trainer.publisher import RunPublisher
@@ -69,10 +73,17 @@ class Place:
                     "the run is incomplete, and steps after its last checkpoint are not saved"
                 )
             control.done(self.summary)
+        if exit_code == 0 and self.summary.get("stopped"):
+            exit_code = 3 if self.summary.get("checkpoint") else 1
+            cause = "stopped by a signal"
+        _HOLDER.exit_code = exit_code
         self.session.close()
         control.close()
         if self.recorder is not None:
             self.recorder.close(exit_code=exit_code, cause=cause)
+            # A trainer that has lines for the console shows them itself.
+            if exit_code == 3 and not self.summary.get("lines"):
+                show_farewell(exit_code, self.summary)
 
 
 class _Holder:
@@ -85,6 +96,7 @@ class _Holder:
         self.joins = 0
         self.error: BaseException | None = None
         self.hooked = False
+        self.exit_code = 0
 
 
 _HOLDER = _Holder()
@@ -165,7 +177,7 @@ def _join_alone(config: Config) -> Place:
     )
     device = worker_device(config)
     control = Control.connect(recorder.address, token=recorder.token, worker=recorder.first_worker)
-    notes = [f"one worker, started by hand: {_NOT_ELASTIC}"]
+    notes = [f"run folder: {folder}", f"one worker, started by hand: {_NOT_ELASTIC}"]
     visible = torch.cuda.device_count() if device.type == "cuda" else 0
     if visible > 1:
         notes.append(
@@ -221,7 +233,10 @@ def join_external(config: Config, cluster: ClusterEnv, *, name: str) -> Place:
         local_rank=cluster.local_rank,
         run_dir=Path(_fetch(store, "folder")),
         run_id=_fetch(store, "run_id"),
-        notes=[f"{cluster.world_size} ranks started by {cluster.source}: {_NOT_ELASTIC}"],
+        notes=[
+            f"run folder: {_fetch(store, 'folder')}",
+            f"{cluster.world_size} ranks started by {cluster.source}: {_NOT_ELASTIC}",
+        ],
         recorder=recorder,
     )
 
@@ -290,11 +305,21 @@ def _leave_at_exit() -> None:
 
 
 def _say_goodbye() -> None:
+    """The last act of a script that no supervisor started. A run that was stopped, or that the
+    user's input ended, has an exit code of its own, which the interpreter would make 0 or 1."""
     place, error = _HOLDER.place, _HOLDER.error
-    if place is None:
-        return
-    if error is None:
+    if error is not None:
+        code = error.exit_code if isinstance(error, RtxError) else 1
+        if place is not None:
+            place.session.control.fault(error)
+            place.leave(exit_code=code, cause=f"{type(error).__name__}: {error}")
+        _HOLDER.exit_code = code
+    elif place is not None:
         place.leave()
-        return
-    place.session.control.fault(error)
-    place.leave(exit_code=1, cause=f"{type(error).__name__}: {error}")
+    if _HOLDER.exit_code:
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(_HOLDER.exit_code)

@@ -19,12 +19,14 @@ def show_farewell(
     *,
     again: Sequence[str] = (),
     console: Console | None = None,
+    title: str = "run",
 ) -> None:
     """Summary table and the line that resumes or extends the run; nothing after a failure.
 
     Args:
         again: arguments of the ``rtxd`` command that goes on with the run; none where there is no
             such command.
+        title: what has ended.
     """
     if code not in (0, 3):
         return
@@ -45,7 +47,7 @@ def show_farewell(
             lines.append(("to resume", line))
         elif summary.get("checkpoint") and extends:
             lines.append(("to extend", f"{line} --train.steps {step * 2}"))
-        console.summary(f"run: {'stopped' if code == 3 else 'done'}", lines)
+        console.summary(f"{title}: {'stopped' if code == 3 else 'done'}", lines)
     elif code == 3:
         console.note(f"stopped after step {step}; to resume: {line}")
     console.close()

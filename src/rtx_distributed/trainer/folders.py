@@ -57,7 +57,7 @@ def claim_folder(config: Config, *, name: str) -> Path:
     if folder is None:
         folder = _new_folder(name)
     elif config.run.resume == "never" and folder.is_dir():
-        left = sorted(path.name for path in folder.iterdir())
+        left = sorted(path.name for path in folder.iterdir() if path.name != ".lock")
         if left:
             raise RunFolderError(
                 f"`run.resume` is never, but `{folder}` is not empty (it holds {left[0]}); give "

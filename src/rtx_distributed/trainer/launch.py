@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtx_distributed.config import Config, LoadedConfig
+from rtx_distributed.config import Config, LoadedConfig, canonical
 from rtx_distributed.elastic.job import TORCH_MODULES, Job
 from rtx_distributed.elastic.supervisor import supervise
 from rtx_distributed.metrics import make_console
@@ -79,6 +79,7 @@ def _supervise_training(
 def launch_script(script: Path, args: list[str], loaded: LoadedConfig, nproc: int | None) -> int:
     """Runs a user's script on several workers, and returns the exit code."""
     machine = share_machine(loaded.config, nproc or loaded.config.workers)
+    notes = [*machine.notes, *misplaced_settings(script, args)]
     with claimed_folder(loaded.config, name=script.stem) as claim:
         claim.exit_code = _supervise(
             loaded.config,
@@ -87,7 +88,7 @@ def launch_script(script: Path, args: list[str], loaded: LoadedConfig, nproc: in
             entry="rtx_distributed.trainer.script:entry",
             preload=(*TORCH_MODULES, "rtx_distributed.trainer.script"),
             payload={
-                "notes": list(machine.notes),
+                "notes": notes,
                 "script": str(script.absolute()),
                 "args": args,
                 "explicit": given_settings(loaded),
@@ -142,8 +143,20 @@ def _supervise(
     )
     console.note(f"run folder: {folder}")
     outcome = supervise(job, console=console)
-    show_farewell(outcome.exit_code, outcome.summary, again=again, console=console)
+    title = "dry run" if payload.get("dry_run") else "run"
+    show_farewell(outcome.exit_code, outcome.summary, again=again, console=console, title=title)
     return outcome.exit_code
+
+
+def misplaced_settings(script: Path, args: list[str]) -> list[str]:
+    """A word to whoever wrote a setting after the script, where it is the script's own argument."""
+    names = [arg.partition("=")[0] for arg in args if arg.startswith("--") and "." in arg]
+    return [
+        f"warning: `{name}` stands after `{script.name}`, so it is an argument of the script; a "
+        f"setting stands before it"
+        for name in names
+        if canonical(name.removeprefix("--")) is not None
+    ]
 
 
 def _as_arguments(loaded: LoadedConfig) -> dict[str, str]:

@@ -98,6 +98,12 @@ class MultiGpuTrainer:
         """Where this worker's model and batches live."""
         return self._place.session.device
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was stopped by a signal before its end. What follows the loop runs then
+        too, on a model that is trained in part."""
+        return self._loop is not None and self._loop.ending == "stopped"
+
     def prepare(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -214,6 +220,8 @@ class MultiGpuTrainer:
         try:
             if loop.state.step and loop.state.step >= plan.steps:
                 loop.ending = "already"
+                if self.rank == 0 and not place.supervised:
+                    session.control.note(f"this run has finished: {loop.state.step} steps are done")
             else:
                 yield from loop.steps()
             session.control.phase("end", loop.state.step)

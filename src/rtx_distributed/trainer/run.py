@@ -174,6 +174,8 @@ def run_task(
         tokens_per_sec=progress.tokens_per_sec(),
         run_dir=run_dir,
     )
+    if dry_run:
+        task.sample = None  # of a model that has learnt nothing
     summary = make_summary(session, task, loop, progress, saver, metrics)
     layout.close()
     return metrics, summary

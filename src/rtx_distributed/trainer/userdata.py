@@ -96,8 +96,9 @@ def prepare_training(
     batch = global_batch or config.train.global_batch or data.batch_size
     if batch is None:
         raise ConfigError(
-            "how many samples make an optimizer step? Give `global_batch=` (or "
-            "`--train.global_batch`), or a DataLoader with a batch size"
+            "how many samples make an optimizer step? Set `train.global_batch` (on the command "
+            "line, or by `train={'global_batch': ...}` or `global_batch=` in Python), or give a "
+            "DataLoader with a batch size"
         )
     micro = micro_batch or config.train.micro_batch
     if micro is None:
