@@ -286,8 +286,10 @@ def test_settings_that_do_not_do_are_exit_2_from_a_script_too(tmp_path: Path) ->
 
 def test_a_setting_after_the_script_is_pointed_out(tmp_path: Path) -> None:
     script = write_script(tmp_path, "quick.py", LOOP.format(pause=0))
-    command = ("launch", "--nproc", "1", "--run.dir", "run", script, "--train.steps", "3", "--x.y")
+    command = ("launch", "--nproc", "1", "--run.dir", "run", *("--train.lr", "0.2"))
+    command = (*command, script, "--train.steps", "3", "--x.y")
     code, text = finish(start_rtxd(*command, folder=tmp_path))
     assert code == 0, text
     assert "`--train.steps` stands after `quick.py`, so it is an argument of the script" in text
     assert "--x.y" not in text
+    assert "without effect on a loop of your own, which decides it itself: `train.lr`" in text

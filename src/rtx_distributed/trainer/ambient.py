@@ -40,6 +40,8 @@ class Place:
 
     Attributes:
         summary: what the run says at its end; the last ``train`` decides.
+        given: the configuration that the script gave.
+        explicit: settings that a file, the environment or the command line set.
     """
 
     session: Session
@@ -52,6 +54,7 @@ class Place:
     supervised: bool = False
     summary: dict[str, Any] = field(default_factory=dict)
     given: Config | None = None
+    explicit: tuple[str, ...] = ()
 
     def finish(self, summary: dict[str, Any]) -> None:
         """The end of a training. Under our supervisor the script may go on, so the farewell comes
@@ -129,16 +132,18 @@ def join(config: Config | None = None) -> Place:
     given = config
     if _HOLDER.supervisor is not None:
         place = _join_supervised(*_HOLDER.supervisor, config)
+        explicit = _HOLDER.supervisor[1]["explicit"]
     else:
         cluster = detect(os.environ)
         loaded = load((), environ=os.environ)
-        config = loaded.config if config is None else overlay(config, given_settings(loaded))
+        explicit = given_settings(loaded)
+        config = loaded.config if config is None else overlay(config, explicit)
         if cluster is not None and cluster.world_size > 1:
             place = join_external(config, cluster, name=_script_name())
         else:
             place = _join_alone(config)
         _leave_at_exit()
-    place.given = given
+    place.given, place.explicit = given, tuple(explicit)
     _HOLDER.place = place
     return place
 

@@ -3,9 +3,24 @@ them, so the launcher's file, environment and command line win over it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rtx_distributed.config import Config, LoadedConfig, settings
+
+_LOOPS_OWN = frozenset(
+    f"train.{name}"
+    for name in (
+        *("lr", "schedule", "warmup_steps", "optimizer", "momentum", "betas", "eps"),
+        *("weight_decay", "activation_checkpointing", "compile", "epochs"),
+    )
+) | frozenset(f"data.{name}" for name in ("path", "sequence_length", "field", "tokenizer", "dtype"))
+
+
+def without_effect(given: Iterable[str]) -> list[str]:
+    """Of the settings ``given``, those that a user's own loop decides itself: model, optimizer and
+    rate, data, evaluation."""
+    return [key for key in given if key in _LOOPS_OWN or key.startswith(("model.", "eval."))]
 
 
 def given_settings(loaded: LoadedConfig) -> dict[str, Any]:

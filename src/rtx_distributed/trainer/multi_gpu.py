@@ -25,6 +25,7 @@ from rtx_distributed.errors import ClusterError, ConfigError
 from rtx_distributed.metrics import PhaseClock
 from rtx_distributed.parallel import Replicate, allocate_state, choose_precision, forbid_tf32
 from rtx_distributed.trainer.ambient import Place, join
+from rtx_distributed.trainer.given import without_effect
 from rtx_distributed.trainer.saving import SaveOnly, Saver, resume
 from rtx_distributed.trainer.userdata import TrainData, prepare_training
 from rtx_distributed.trainer.weights import agree_on_weights
@@ -208,6 +209,12 @@ class MultiGpuTrainer:
             run_id=place.run_id,
         )
         if self.rank == 0:
+            idle = without_effect(place.explicit)
+            if idle:
+                session.control.warn(
+                    f"set, but without effect on a loop of your own, which decides it itself: "
+                    f"{', '.join(f'`{key}`' for key in idle)}"
+                )
             session.announce(
                 [*self._place.notes, *data.notes],
                 total_steps=plan.steps,
