@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx_distributed.elastic.publish import Publisher
-from rtx_distributed.elastic.runfiles import Sink
+from rtx_distributed.elastic.runfiles import OpenSink
 
 TORCH_MODULES = (
     "torch",
@@ -36,7 +36,8 @@ class Job:
         grace_s: time to stop in order after a signal.
         forward_rank0_output: copy what rank 0 prints to standard output as it comes.
         config_toml: text of ``config.toml``; None writes none.
-        sink: takes the figures elsewhere too.
+        open_sink: called with the first step when the run goes on from there; takes the figures
+            elsewhere too.
         debug: show the first error's traceback.
     """
 
@@ -53,7 +54,7 @@ class Job:
     grace_s: float = 60.0
     forward_rank0_output: bool = False
     config_toml: str | None = None
-    sink: Sink | None = None
+    open_sink: OpenSink | None = None
     debug: bool = False
 
 

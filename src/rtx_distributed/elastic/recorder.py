@@ -22,7 +22,7 @@ from rtx_distributed.elastic.journal import Journal
 from rtx_distributed.elastic.links import Link
 from rtx_distributed.elastic.publish import CheckpointCollector, Publisher
 from rtx_distributed.elastic.rows import RowCollector
-from rtx_distributed.elastic.runfiles import RunFiles, Sink
+from rtx_distributed.elastic.runfiles import OpenSink, RunFiles
 from rtx_distributed.errors import RtxError
 from rtx_distributed.metrics import Console, StepRow, merge, merge_samples
 from rtx_distributed.metrics.console import format_ranks
@@ -61,7 +61,8 @@ class Recorder:
         publisher: publishes checkpoints and applies retention.
         journal: open; its past decides which numbers come next.
         config_toml: text of ``config.toml``; None writes none.
-        sink: takes the figures elsewhere too.
+        open_sink: called with the first step when the run goes on from there; takes the figures
+            elsewhere too.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Recorder:
         publisher: Publisher,
         journal: Journal,
         config_toml: str | None = None,
-        sink: Sink | None = None,
+        open_sink: OpenSink | None = None,
     ) -> None:
         self.summaries: dict[int, dict[str, Any]] = {}
         self.rejects = 0
@@ -86,7 +87,9 @@ class Recorder:
         self._links: dict[int, Link] = {}
         self._finished = False
         self._stop: str | None = None
-        self._files = RunFiles(run_dir, console=console, config_toml=config_toml, sink=sink)
+        self._files = RunFiles(
+            run_dir, console=console, config_toml=config_toml, open_sink=open_sink
+        )
         self._rows = RowCollector()
         self._row_timer: asyncio.TimerHandle | None = None
         self._previous_commit: float | None = None

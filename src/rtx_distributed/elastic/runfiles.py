@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,10 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+OpenSink = Callable[[int], Sink]
+"""Opens a sink for the figures from a step on."""
+
+
 class RunFiles:
     """``config.toml``, ``metrics.jsonl``, ``samples.jsonl``, ``events.jsonl``, ``workers.json``.
 
@@ -36,9 +40,11 @@ class RunFiles:
         *,
         console: Console,
         config_toml: str | None,
-        sink: Sink | None = None,
+        open_sink: OpenSink | None = None,
     ) -> None:
-        self._sink = sink
+        self._open_sink = open_sink
+        # Only a run that goes on may tell others to forget what comes after its first step.
+        self._sink: Sink | None = None
         self._run_dir = run_dir
         self._console = console
         self._config_toml = config_toml
@@ -96,6 +102,8 @@ class RunFiles:
             self._samples.cut_back(step)
         if self._sink is not None:
             self._sink.restart(step)
+        elif self._open_sink is not None:
+            self._sink = self._open_sink(step)
         return dropped
 
     def workers(self, generation: Generation | None) -> None:

@@ -20,7 +20,7 @@ from rtx_distributed.elastic.links import Link
 from rtx_distributed.elastic.processes import signal_name
 from rtx_distributed.elastic.publish import Publisher
 from rtx_distributed.elastic.recorder import Recorder
-from rtx_distributed.elastic.runfiles import Sink
+from rtx_distributed.elastic.runfiles import OpenSink
 from rtx_distributed.errors import RtxError
 from rtx_distributed.metrics import Console
 
@@ -50,7 +50,7 @@ class RecorderThread:
         publisher: Publisher,
         host: str,
         config_toml: str | None,
-        sink: Sink | None,
+        open_sink: OpenSink | None,
     ) -> None:
         self.token = secrets.token_hex(16)
         self._run_dir = run_dir
@@ -58,7 +58,7 @@ class RecorderThread:
         self._console = console
         self._publisher = publisher
         self._config_toml = config_toml
-        self._sink = sink
+        self._open_sink = open_sink
         self._host = host
         self._lock = RunLock(run_dir)
         self._failures: list[Failure] = []
@@ -118,7 +118,7 @@ class RecorderThread:
             publisher=self._publisher,
             journal=journal,
             config_toml=self._config_toml,
-            sink=self._sink,
+            open_sink=self._open_sink,
         )
         self._links: list[Link] = []
         self._server = await self._loop.create_server(self._link, self._host, 0)
@@ -227,7 +227,7 @@ def serve_in_thread(
     publisher: Publisher,
     host: str = "127.0.0.1",
     config_toml: str | None = None,
-    sink: Sink | None = None,
+    open_sink: OpenSink | None = None,
 ) -> RecorderThread:
     """Starts a recorder in a thread of this process, for ``workers`` ranks of another launcher.
 
@@ -238,7 +238,8 @@ def serve_in_thread(
         publisher: publishes checkpoints.
         host: address to listen on; one that the other nodes reach, where there are some.
         config_toml: text of ``config.toml``; None writes none.
-        sink: takes the figures elsewhere too.
+        open_sink: called with the first step when the run goes on from there; takes the figures
+            elsewhere too.
 
     Raises:
         RunFolderError: the run folder is in use or not writable.
@@ -251,5 +252,5 @@ def serve_in_thread(
         publisher=publisher,
         host=host,
         config_toml=config_toml,
-        sink=sink,
+        open_sink=open_sink,
     )

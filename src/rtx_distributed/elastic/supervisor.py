@@ -108,7 +108,7 @@ class _Supervisor:
             publisher=self._publisher,
             journal=self._journal,
             config_toml=job.config_toml,
-            sink=job.sink,
+            open_sink=job.open_sink,
         )
         self._crew = Crew(
             job,

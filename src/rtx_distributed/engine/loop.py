@@ -39,7 +39,8 @@ class Intervals:
 
 @dataclass(slots=True)
 class Loop:
-    """Runs a plan from ``state`` on, in one generation.
+    """Runs a plan from ``state`` on, in one generation. A plan that has been run to its end is
+    neither saved nor evaluated again.
 
     ``for step in loop.steps(): ...`` yields a step, and commits it when the next one is asked for.
     A step that was dropped is yielded again, with the same samples.
@@ -85,6 +86,9 @@ class Loop:
                 gc.enable()
 
     def _steps(self) -> Iterator[Step]:
+        if self.state.step and self.state.step >= self.plan.steps:
+            self.ending = "already"
+            return
         attempt = 0
         stream = self.source.batches(self._my_slots(self.state.step))
         if self.state.step < self.plan.steps and self._stop_wanted():

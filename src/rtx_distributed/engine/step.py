@@ -217,11 +217,13 @@ class Step:
         waiting = time.perf_counter()
         with context.clock.phase("vote"):
             yields = self._vote()
-        waited = time.perf_counter() - waiting if context.communicator.world_size > 1 else 0.0
+        waited = time.perf_counter() - waiting
         context.control.phase("optimizer", self.index)
         with context.clock.phase("optimizer"):
             outcome = self._commit(reduced, yields)
-        return replace(outcome, exposed_s=reduced.exposed_s + waited)
+        # One rank has nobody to wait for; the calls themselves are not communication.
+        alone = context.communicator.world_size == 1
+        return replace(outcome, exposed_s=0.0 if alone else reduced.exposed_s + waited)
 
     def _vote(self) -> int:
         comm = self._context.communicator

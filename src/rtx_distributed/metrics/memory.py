@@ -27,26 +27,28 @@ def mapped_bytes() -> int:
     """Of the resident set now, the pages of mapped files (libraries, memory-mapped data): they
     are shared by all processes that map them, and the system takes them back when it needs room.
     0 where ``/proc`` doesn't tell."""
-    try:
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("RssFile:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+    return _status_bytes("RssFile") or 0
 
 
 def peak_bytes() -> int:
     """The greatest resident set of this process since it began, or since the last reset of the
     mark that the kernel permitted (``VmHWM``; where ``/proc`` doesn't tell, ``ru_maxrss``, which
     nothing resets)."""
+    marked = _status_bytes("VmHWM")
+    if marked is not None:
+        return marked
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _status_bytes(name: str) -> int | None:
+    """A figure of this process's status; None where ``/proc`` doesn't tell."""
     try:
         for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return None
 
 
 def reset_peak() -> bool:

@@ -40,16 +40,13 @@ class TensorBoardSink:
         ConfigError: the package isn't installed.
     """
 
+    @staticmethod
+    def check_installed() -> None:
+        """Raises ``ConfigError`` where the package is missing."""
+        _modules()
+
     def __init__(self, folder: Path, *, first_step: int = 0) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise ConfigError(
-                "`metrics.tensorboard = true` needs the package `tensorboard`, which is not "
-                "installed: `pip install 'rtx-distributed[tensorboard]'`, or set it to false"
-            ) from error
+        Event, Summary, RecordWriter = _modules()
         self._event, self._summary = Event, Summary
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
@@ -89,6 +86,19 @@ class TensorBoardSink:
     def _put(self, event: Any) -> None:
         self._writer.write(event.SerializeToString())
         self._writer.flush()
+
+
+def _modules() -> tuple[Any, Any, Any]:
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+    except ImportError as error:
+        raise ConfigError(
+            "`metrics.tensorboard = true` needs the package `tensorboard`, which is not "
+            "installed: `pip install 'rtx-distributed[tensorboard]'`, or set it to false"
+        ) from error
+    return Event, Summary, RecordWriter
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:

@@ -24,8 +24,8 @@ from rtx_distributed.elastic.serve import RecorderThread, serve_in_thread
 from rtx_distributed.errors import ClusterError, CommError, ConfigError, RtxError
 from rtx_distributed.metrics import make_console
 from rtx_distributed.topology import ClusterEnv, detect
-from rtx_distributed.trainer.farewell import show_farewell
-from rtx_distributed.trainer.folders import claim_folder, make_sink, run_id_of, saved_config
+from rtx_distributed.trainer.farewell import exit_code_of, show_farewell
+from rtx_distributed.trainer.folders import claim_folder, run_id_of, saved_config, sink_opener
 from rtx_distributed.trainer.given import given_settings, overlay
 from rtx_distributed.trainer.publisher import RunPublisher
 from rtx_distributed.trainer.session import Session, open_session, worker_device
@@ -76,17 +76,14 @@ class Place:
                     "the run is incomplete, and steps after its last checkpoint are not saved"
                 )
             control.done(self.summary)
-        if exit_code == 0 and self.summary.get("stopped"):
-            exit_code = 3 if self.summary.get("checkpoint") else 1
-            cause = "stopped by a signal"
+            exit_code = exit_code_of(self.summary)
+            cause = "stopped by a signal" if exit_code else cause
         _HOLDER.exit_code = exit_code
         self.session.close()
         control.close()
         if self.recorder is not None:
             self.recorder.close(exit_code=exit_code, cause=cause)
-            # A trainer that has lines for the console shows them itself.
-            if exit_code == 3 and not self.summary.get("lines"):
-                show_farewell(exit_code, self.summary)
+            show_farewell(exit_code, self.summary)
 
 
 class _Holder:
@@ -172,14 +169,7 @@ def _join_supervised(control: Control, payload: dict[str, Any], config: Config |
 def _join_alone(config: Config) -> Place:
     folder = claim_folder(config, name=_script_name())
     run_id = run_id_of(folder)
-    recorder = serve_in_thread(
-        folder,
-        workers=1,
-        console=make_console(sys.stderr, log_every=config.metrics.log_every),
-        publisher=RunPublisher(folder, keep=config.checkpoint.keep),
-        config_toml=saved_config(config, folder),
-        sink=make_sink(config, folder),
-    )
+    recorder = _record(config, folder, workers=1)
     device = worker_device(config)
     control = Control.connect(recorder.address, token=recorder.token, worker=recorder.first_worker)
     notes = [f"run folder: {folder}", f"one worker, started by hand: {_NOT_ELASTIC}"]
@@ -193,6 +183,20 @@ def _join_alone(config: Config) -> Place:
     return Place(session, config, 0, folder, run_id, notes=notes, recorder=recorder)
 
 
+def _record(
+    config: Config, folder: Path, *, workers: int, host: str = "127.0.0.1"
+) -> RecorderThread:
+    return serve_in_thread(
+        folder,
+        workers=workers,
+        console=make_console(sys.stderr, log_every=config.metrics.log_every),
+        publisher=RunPublisher(folder, keep=config.checkpoint.keep),
+        host=host,
+        config_toml=saved_config(config, folder),
+        open_sink=sink_opener(config, folder),
+    )
+
+
 def join_external(config: Config, cluster: ClusterEnv, *, name: str) -> Place:
     """The place of a rank that torchrun, srun or mpirun started. Rank 0 hosts the recorder."""
     store = _external_store(cluster)
@@ -202,15 +206,7 @@ def join_external(config: Config, cluster: ClusterEnv, *, name: str) -> Place:
         try:
             folder = claim_folder(config, name=name)
             host = "127.0.0.1" if one_node else cluster.rendezvous()[0]
-            recorder = serve_in_thread(
-                folder,
-                workers=cluster.world_size,
-                console=make_console(sys.stderr, log_every=config.metrics.log_every),
-                publisher=RunPublisher(folder, keep=config.checkpoint.keep),
-                host=host,
-                config_toml=saved_config(config, folder),
-                sink=make_sink(config, folder),
-            )
+            recorder = _record(config, folder, workers=cluster.world_size, host=host)
         except (RtxError, OSError) as error:
             store.set("failed", f"rank 0 could not open the run folder: {error}")
             raise
@@ -226,6 +222,7 @@ def join_external(config: Config, cluster: ClusterEnv, *, name: str) -> Place:
         token=_fetch(store, "token"),
         worker=int(_fetch(store, "first_worker")) + cluster.rank,
     )
+    run_dir = Path(_fetch(store, "folder"))
     session = open_session(
         control,
         config,
@@ -236,10 +233,10 @@ def join_external(config: Config, cluster: ClusterEnv, *, name: str) -> Place:
         session,
         config,
         local_rank=cluster.local_rank,
-        run_dir=Path(_fetch(store, "folder")),
+        run_dir=run_dir,
         run_id=_fetch(store, "run_id"),
         notes=[
-            f"run folder: {_fetch(store, 'folder')}",
+            f"run folder: {run_dir}",
             f"{cluster.world_size} ranks started by {cluster.source}: {_NOT_ELASTIC}",
         ],
         recorder=recorder,

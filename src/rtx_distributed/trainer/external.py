@@ -8,7 +8,7 @@ from rtx_distributed.config import LoadedConfig
 from rtx_distributed.errors import RtxError
 from rtx_distributed.topology import ClusterEnv
 from rtx_distributed.trainer.ambient import join_external
-from rtx_distributed.trainer.farewell import show_farewell
+from rtx_distributed.trainer.farewell import exit_code_of, show_farewell
 from rtx_distributed.trainer.resolve import resolve
 from rtx_distributed.trainer.worker import train_decoder
 
@@ -38,7 +38,7 @@ def train_external(loaded: LoadedConfig, cluster: ClusterEnv) -> int:
         raise
     session.close()
     session.control.close()
-    code = 3 if summary["stopped"] else 0
+    code = exit_code_of(summary)
     if place.recorder is not None:
         place.recorder.close(exit_code=code)
         show_farewell(code, summary, again=["train", str(place.run_dir / "config.toml")])

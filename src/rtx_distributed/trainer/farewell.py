@@ -53,6 +53,13 @@ def show_farewell(
     console.close()
 
 
+def exit_code_of(summary: dict[str, Any]) -> int:
+    """0 at the end of a run; stopped by a signal, 3 after a good checkpoint and 1 without."""
+    if not summary.get("stopped"):
+        return 0
+    return 3 if summary.get("checkpoint") else 1
+
+
 def _rtxd(started_as: str) -> str:
     """``rtxd`` as it can be typed here: by its path where the environment is not activated."""
     found = shutil.which("rtxd")

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,8 +134,8 @@ def run_id_of(folder: Path) -> str:
     return uuid.uuid4().hex
 
 
-def make_sink(config: Config, folder: Path) -> Sink | None:
-    """TensorBoard files in the run folder, where ``metrics.tensorboard`` asks for them.
+def sink_opener(config: Config, folder: Path) -> Callable[[int], Sink] | None:
+    """Opens TensorBoard files in the run folder, where ``metrics.tensorboard`` asks for them.
 
     Raises:
         ConfigError: the package is missing.
@@ -144,7 +144,8 @@ def make_sink(config: Config, folder: Path) -> Sink | None:
         return None
     from rtx_distributed.metrics.tensorboard import TensorBoardSink
 
-    return TensorBoardSink(folder / "tensorboard")
+    TensorBoardSink.check_installed()
+    return lambda first_step: TensorBoardSink(folder / "tensorboard", first_step=first_step)
 
 
 def saved_config(config: Config, folder: Path) -> str:

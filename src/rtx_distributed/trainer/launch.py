@@ -22,7 +22,7 @@ from rtx_distributed.trainer.devices import (
 )
 from rtx_distributed.trainer.farewell import show_farewell
 from rtx_distributed.trainer.fixed import refuse_early
-from rtx_distributed.trainer.folders import claimed_folder, make_sink, run_id_of, saved_config
+from rtx_distributed.trainer.folders import claimed_folder, run_id_of, saved_config, sink_opener
 from rtx_distributed.trainer.given import given_settings
 from rtx_distributed.trainer.publisher import RunPublisher
 from rtx_distributed.trainer.resolve import resolve
@@ -138,7 +138,7 @@ def _supervise(
         grace_s=config.run.grace_s,
         forward_rank0_output=forward,
         config_toml=saved_config(config, folder),
-        sink=make_sink(config, folder),
+        open_sink=sink_opener(config, folder),
         debug=config.debug,
     )
     console.note(f"run folder: {folder}")

@@ -11,23 +11,19 @@ from rtx_distributed.comm import ReduceOp
 from rtx_distributed.config import Config
 from rtx_distributed.data import BatchPlan
 from rtx_distributed.engine import (
-    Intervals,
     Loop,
     LossScale,
     Outcome,
-    RowMaker,
     RunState,
     Step,
-    StepContext,
-    StepSettings,
 )
 from rtx_distributed.errors import ClusterError, ConfigError
-from rtx_distributed.metrics import PhaseClock
-from rtx_distributed.parallel import Replicate, allocate_state, choose_precision, forbid_tf32
+from rtx_distributed.parallel import Replicate, allocate_state
 from rtx_distributed.trainer.ambient import Place, join
 from rtx_distributed.trainer.given import without_effect
+from rtx_distributed.trainer.loops import make_layout, make_loop, precision_of
 from rtx_distributed.trainer.saving import SaveOnly, Saver, resume
-from rtx_distributed.trainer.userdata import TrainData, prepare_training
+from rtx_distributed.trainer.userdata import prepare_training
 from rtx_distributed.trainer.weights import agree_on_weights
 
 
@@ -126,14 +122,7 @@ class MultiGpuTrainer:
                 "build the optimizer after `model.to(trainer.device)`"
             )
         allocate_state(optimizer)
-        layout = Replicate(
-            model,
-            optimizer,
-            session.communicator,
-            device=session.device,
-            bucket_bytes=int(self.config.comm.bucket_mib * 2**20),
-            overlap=self.config.comm.overlap,
-        )
+        layout = make_layout(session, self.config, model, optimizer)
         session.meet()
         agree_on_weights(session, layout)
         self._model, self._optimizer, self._layout = model, optimizer, layout
@@ -198,7 +187,17 @@ class MultiGpuTrainer:
             epochs=epochs,
         )
         session, place = self._place.session, self._place
-        loop = self._loop = self._make_loop(layout, plan, data)
+        precision = precision_of(session, self.config)
+        loop = self._loop = make_loop(
+            session,
+            self.config,
+            layout=layout,
+            plan=plan,
+            source=data.source,
+            precision=precision,
+            schedule=None,
+            state=RunState(scale=LossScale() if precision.scaled else None),
+        )
         loop.on_commit = on_commit
         saver = Saver(
             session,
@@ -219,18 +218,13 @@ class MultiGpuTrainer:
                 [*self._place.notes, *data.notes],
                 total_steps=plan.steps,
                 flops_per_token=None,
-                precision=loop.context.settings.precision.name,
+                precision=precision.name,
             )
         session.meet()
         loop.state = resume(saver, loop.state, plan)
         loop.boundary = SaveOnly(saver)
         try:
-            if loop.state.step and loop.state.step >= plan.steps:
-                loop.ending = "already"
-                if self.rank == 0 and not place.supervised:
-                    session.control.note(f"this run has finished: {loop.state.step} steps are done")
-            else:
-                yield from loop.steps()
+            yield from loop.steps()
             session.control.phase("end", loop.state.step)
         finally:
             data.source.close()
@@ -241,40 +235,6 @@ class MultiGpuTrainer:
                 "step": loop.state.step,
                 "of": plan.steps,
             }
-
-    def _make_loop(self, layout: Replicate, plan: BatchPlan, data: TrainData) -> Loop:
-        session = self._place.session
-        precision = choose_precision(self.config.train.precision, session.device)
-        if precision.name == "fp32":
-            forbid_tf32()
-        context = StepContext(
-            communicator=session.communicator,
-            layout=layout,
-            device=session.device,
-            settings=StepSettings(
-                schedule=None,
-                precision=precision,
-                grad_clip=self.config.train.grad_clip,
-                nonfinite=self.config.train.nonfinite,
-            ),
-            control=session.control,
-            clock=PhaseClock(),
-        )
-        rows = RowMaker(
-            generation=session.communicator.generation,
-            rank=session.rank,
-            workers=session.workers,
-            log_samples=self.config.data.log_samples,
-            memory_peak=session.memory_peak,
-        )
-        return Loop(
-            context=context,
-            plan=plan,
-            source=data.source,
-            state=RunState(scale=LossScale() if precision.scaled else None),
-            rows=rows,
-            intervals=Intervals(evaluate=0, checkpoint=self.config.checkpoint.every),
-        )
 
     def synchronize_gradients(
         self, gradients: Sequence[torch.Tensor] | None = None, *, count: float | None = None

@@ -19,20 +19,14 @@ from rtx_distributed.data.order import Order
 from rtx_distributed.engine import (
     EarlyStop,
     Evaluation,
-    Intervals,
-    Loop,
     LossScale,
     Metrics,
-    RowMaker,
     RunState,
     Schedule,
     SlotSource,
-    StepContext,
-    StepSettings,
     evaluate,
 )
 from rtx_distributed.engine.outofmemory import memory_explained
-from rtx_distributed.metrics import PhaseClock
 from rtx_distributed.parallel import (
     OptimizerSettings,
     Precision,
@@ -40,10 +34,9 @@ from rtx_distributed.parallel import (
     allocate_state,
     build_optimizer,
     checkpoint_activations,
-    choose_precision,
     compile_blocks,
-    forbid_tf32,
 )
+from rtx_distributed.trainer.loops import make_layout, make_loop, precision_of
 from rtx_distributed.trainer.losses import Loss
 from rtx_distributed.trainer.saving import Saver, resume
 from rtx_distributed.trainer.session import Session
@@ -126,10 +119,8 @@ def run_task(
     Raises:
         RtxError: of the library's tree; the caller reports it.
     """
-    precision = choose_precision(config.train.precision, session.device)
+    precision = precision_of(session, config)
     task.notes.append(f"precision: {precision.name} ({precision.reason})")
-    if precision.name == "fp32":
-        forbid_tf32()
     _prepare_model(task, config)
     layout = _layout(session, task, config)
     plan = BatchPlan(
@@ -149,21 +140,25 @@ def run_task(
     state = resume(saver, first, plan)
     if task.check_weights and state.step == 0:
         agree_on_weights(session, layout)
-    loop = _loop(session, task, config, layout, plan, precision, state)
+    loop = make_loop(
+        session,
+        config,
+        layout=layout,
+        plan=plan,
+        source=task.train,
+        precision=precision,
+        schedule=_schedule(task, config, plan),
+        state=state,
+    )
     if not dry_run:
         loop.boundary = _Boundary(session, task, precision, saver)
     progress = Progress()
     loop.on_commit = progress.committed
     _announce(session, task, plan, precision)
-    if state.step and state.step >= plan.steps:
-        loop.ending = "already"
-    else:
-        with memory_explained(
-            rank=session.rank, micro_batch=plan.micro_batch, device=session.device
-        ):
-            for step in loop.steps():
-                for batch in step.slots():
-                    step.backward(*task.loss(task.model, batch))
+    with memory_explained(rank=session.rank, micro_batch=plan.micro_batch, device=session.device):
+        for step in loop.steps():
+            for batch in step.slots():
+                step.backward(*task.loss(task.model, batch))
     task.train.close()
     session.control.phase("end", loop.state.step)
     metrics = TrainingMetrics(
@@ -209,14 +204,7 @@ def _layout(session: Session, task: Task, config: Config) -> Replicate:
     late = allocate_state(task.optimizer)
     if late:
         task.notes.append(f"optimizer: {late}")
-    return Replicate(
-        task.model,
-        task.optimizer,
-        session.communicator,
-        device=session.device,
-        bucket_bytes=int(config.comm.bucket_mib * 2**20),
-        overlap=config.comm.overlap,
-    )
+    return make_layout(session, config, task.model, task.optimizer)
 
 
 class _Boundary:
@@ -260,48 +248,12 @@ class _Boundary:
         return result
 
 
-def _loop(
-    session: Session,
-    task: Task,
-    config: Config,
-    layout: Replicate,
-    plan: BatchPlan,
-    precision: Precision,
-    state: RunState,
-) -> Loop:
-    schedule = Schedule(
+def _schedule(task: Task, config: Config, plan: BatchPlan) -> Schedule:
+    return Schedule(
         kind=config.train.schedule,
         lr=task.lr,
         warmup=task.warmup(plan.steps),
         total=plan.steps,
-    )
-    context = StepContext(
-        communicator=session.communicator,
-        layout=layout,
-        device=session.device,
-        settings=StepSettings(
-            schedule=schedule,
-            precision=precision,
-            grad_clip=config.train.grad_clip,
-            nonfinite=config.train.nonfinite,
-        ),
-        control=session.control,
-        clock=PhaseClock(),
-    )
-    rows = RowMaker(
-        generation=session.communicator.generation,
-        rank=session.rank,
-        workers=session.workers,
-        log_samples=config.data.log_samples,
-        memory_peak=session.memory_peak,
-    )
-    return Loop(
-        context=context,
-        plan=plan,
-        source=task.train,
-        state=state,
-        rows=rows,
-        intervals=Intervals(evaluate=config.eval.every, checkpoint=config.checkpoint.every),
     )
 
 

@@ -13,7 +13,6 @@ from rtx_distributed.config import Config, replace
 from rtx_distributed.data.sources import open_dataset
 from rtx_distributed.model.init import materialise
 from rtx_distributed.trainer.ambient import Place, join
-from rtx_distributed.trainer.farewell import show_farewell
 from rtx_distributed.trainer.losses import Loss, language_metrics, loss_metrics, next_token_loss
 from rtx_distributed.trainer.resolve import warmup_for
 from rtx_distributed.trainer.run import Task, TrainingMetrics, run_task
@@ -95,10 +94,7 @@ class DistributedTransformerTrainer:
         metrics, summary = run_task(
             session, task, config, run_dir=place.run_dir, run_id=place.run_id
         )
-        alone = place.recorder is not None
         place.finish(summary)
-        if alone:
-            show_farewell(3 if summary["stopped"] else 0, summary)
         return metrics
 
 

@@ -78,7 +78,7 @@ def test_a_run_without_steps_left_does_not_step() -> None:
     run = diary_run(3, diary)
     run.state = RunState(step=3, updates=3)
     loop = run.train(LocalCommunicator())
-    assert (loop.ending, run.control.rows, weight(run)) == ("done", [], 0.0)
+    assert (loop.ending, run.control.rows, weight(run)) == ("already", [], 0.0)
 
 
 def test_it_goes_on_from_a_state() -> None:
