@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx_distributed.config import Config, LoadedConfig, canonical
-from rtx_distributed.elastic.job import TORCH_MODULES, Job
+from rtx_distributed.elastic.job import TORCH_MODULES, Elastic, Job
 from rtx_distributed.elastic.supervisor import supervise
 from rtx_distributed.metrics import make_console
 from rtx_distributed.topology import detect, split_cores, threads_per_worker, usable_cores
@@ -119,6 +119,13 @@ def _supervise(
     again: list[str],
 ) -> int:
     console = make_console(sys.stderr, log_every=config.metrics.log_every)
+    elastic = None
+    if not payload.get("dry_run"):
+        elastic = Elastic(
+            minimum=config.elastic.min_workers,
+            maximum=config.elastic.max_workers or machine.most,
+            budget=config.elastic.restart_budget,
+        )
     job = Job(
         run_dir=folder.absolute(),
         workers=machine.workers,
@@ -134,7 +141,9 @@ def _supervise(
         cores=machine.cores,
         threads=machine.threads,
         preload=preload,
-        store=machine.workers > 1,
+        # One worker alone may be given others.
+        store=elastic is not None or machine.workers > 1,
+        elastic=elastic,
         grace_s=config.run.grace_s,
         forward_rank0_output=forward,
         config_toml=saved_config(config, folder),
