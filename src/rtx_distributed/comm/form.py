@@ -136,7 +136,12 @@ class _Attempt:
 
 
 def _form(
-    meeting: Rendezvous, *, backend: str, device: torch.device, timeout_s: float, store: Store | None
+    meeting: Rendezvous,
+    *,
+    backend: str,
+    device: torch.device,
+    timeout_s: float,
+    store: Store | None,
 ) -> Communicator:
     if meeting.world_size == 1:
         return LocalCommunicator(generation=meeting.generation)

@@ -14,7 +14,6 @@ from torch._C import _distributed_c10d as c10d
 from rtx_distributed.comm.c10d import C10dCommunicator, first_line
 from rtx_distributed.errors import CommError
 
-
 _MEET_S = 30.0
 
 

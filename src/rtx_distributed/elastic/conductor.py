@@ -7,10 +7,14 @@ down what each change has cost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from rtx_distributed.elastic import membership as ms
 from rtx_distributed.elastic import messages as m
@@ -24,6 +28,17 @@ from rtx_distributed.metrics import Console
 _ECHO_S = 0.3  # a death is known sooner than this after the failed collectives that it causes
 _LEAVE_S = 10.0  # for a worker that may go
 _FENCE_S = 3.0  # a process that SIGKILL has not ended by then is stuck in the kernel
+
+
+def past_faults(events: Path) -> set[str]:
+    """The entries of fault plans that have acted in this run, as its events tell."""
+    found = set()
+    with events.open("rb") as file:
+        for line in file:
+            if b'"fault_injected"' in line:
+                with contextlib.suppress(msgspec.MsgspecError):
+                    found.add(str(msgspec.json.decode(line).get("cause")))
+    return found
 
 
 class Owner(Protocol):
@@ -131,6 +146,7 @@ class Conductor:
         Raises:
             NurseryError: no worker can be started.
         """
+        self._crew.fired |= past_faults(self._job.run_dir / "events.jsonl")
         await self._coordination.start()
         await self._crew.start()
         self._crew_ready.set()
@@ -170,6 +186,7 @@ class Conductor:
         elif isinstance(message, m.Recovered):
             self._recovered(worker, message)
         elif isinstance(message, m.Injected):
+            self._crew.fired.add(message.text)
             self._recorder.event(
                 "fault_injected", worker=worker, cause=message.text, index=message.index
             )

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -28,6 +28,7 @@ from rtx_distributed.elastic.board import Board
 from rtx_distributed.elastic.channel import Channel
 from rtx_distributed.elastic.gate import Gate
 from rtx_distributed.elastic.generation import Generation
+from rtx_distributed.elastic.inject import EventInjector
 from rtx_distributed.elastic.resolution import Report
 from rtx_distributed.errors import CommError, RtxError, Where
 from rtx_distributed.metrics import StepRow
@@ -50,6 +51,7 @@ class Control:
         gate: the lock between the two threads.
         elastic: members may be lost, and others come.
         founder: begins with the others; a newcomer receives their state.
+        fired: entries of the fault plan that have acted before, as text.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class Control:
         board: Board | None = None,
         elastic: bool = False,
         founder: bool = True,
+        fired: Collection[str] = (),
     ) -> None:
+        self.fired = frozenset(fired)
         self.worker = worker
         self.token = token
         self.elastic = elastic
@@ -78,6 +82,8 @@ class Control:
         self._aborter: Callable[[], None] | None = None
         self._yield_for = 0
         self._number = 0
+        self._rank = -1
+        self._injector: EventInjector | None = None
         self._checkpoints: list[m.CheckpointPublished | m.CheckpointFailed] = []
         self._resume: m.ResumeReady | None = None
         self._farewell = False
@@ -100,6 +106,7 @@ class Control:
         board: Board | None = None,
         elastic: bool = False,
         founder: bool = True,
+        fired: Collection[str] = (),
         handle_signals: bool = True,
         timeout_s: float = 30.0,
     ) -> Control:
@@ -114,6 +121,7 @@ class Control:
             board: shared page for step and phase.
             elastic: members may be lost, and others come.
             founder: begins with the others.
+            fired: entries of the fault plan that have acted before.
             handle_signals: take SIGTERM, SIGINT, SIGHUP and SIGUSR1 as requests to stop (main
                 thread only). `close` gives the earlier handlers back.
             timeout_s: for the connection.
@@ -130,6 +138,7 @@ class Control:
             board=board,
             elastic=elastic,
             founder=founder,
+            fired=fired,
         )
         if handle_signals and threading.current_thread() is threading.main_thread():
             control._take_signals()
@@ -180,6 +189,31 @@ class Control:
         self._place = (name, step)
         if self._board is not None:
             self._board.stamp(name, step)
+        if self._injector is not None:
+            self._inject(name, step)
+
+    def inject(self, injector: EventInjector) -> None:
+        """From now on faults of a plan happen at this worker's phases."""
+        self._injector = injector
+
+    def _inject(self, phase: str, step: int) -> None:
+        assert self._injector is not None
+        if phase == "checkpoint":  # named by the step that was committed last
+            self._injector.fire(phase, step=step - 1, rank=self._rank, attempt=0)
+        else:
+            attempt = self.gate.attempt
+            self._injector.fire(phase, step=step, rank=self._rank, attempt=attempt)
+
+    def poisons(self, step: int) -> bool:
+        """Whether the plan makes this worker's loss in ``step`` a NaN."""
+        if self._injector is None:
+            return False
+        return self._injector.poisons(step=step, rank=self._rank, attempt=self.gate.attempt)
+
+    def cut(self) -> None:
+        """Ends the collectives of the current generation, as far as this worker takes part."""
+        if self._aborter is not None:
+            self._aborter()
 
     def shard_written(
         self,
@@ -285,6 +319,8 @@ class Control:
         """From now on this worker is in ``generation``."""
         with self._news:
             self._number = generation.number
+            rank = generation.rank_of(self.worker)
+            self._rank = -1 if rank is None else rank
             self._aborter = None
             self._checkpoints.clear()
         self.gate.adopt(generation.number)
@@ -428,8 +464,7 @@ class Control:
             self.gate.freeze(message.number)  # waits for a commit under way
             self._channel.send(m.Frozen(message.number))
         elif isinstance(message, m.AbortGeneration) and message.number == self._number:
-            if self._aborter is not None:
-                self._aborter()
+            self.cut()
         with self._news:
             if isinstance(message, m.Announce | m.AbortGeneration | m.Settle | m.Serve):
                 self._orders.append(message)

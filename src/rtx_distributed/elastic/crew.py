@@ -70,6 +70,7 @@ class Crew:
     ) -> None:
         self.workers: dict[int, Worker] = {}
         self.sessions: set[int] = set()
+        self.fired: set[str] = set()  # entries of the fault plan that have acted
         self._job = job
         self._recorder = recorder
         self._on_death = on_death
@@ -241,6 +242,7 @@ class Crew:
             entry=job.entry,
             elastic=job.elastic is not None,
             founder=founder,
+            fired=sorted(self.fired),
             payload=msgspec.msgpack.encode(job.payload),
             log=str(log.absolute()),
             environment=environment,

@@ -59,6 +59,11 @@ class Gate:
         with self._lock:
             self._generation = number
 
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt under way at the next step."""
+        return max(0, self._begun - 1)
+
     def stand(self, committed: int, *, attempts: int = 0, boundary: int = 0) -> None:
         """The state is that after ``committed`` steps; ``attempts`` at the next were begun."""
         self.committed = committed

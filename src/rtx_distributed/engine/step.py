@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -80,6 +80,7 @@ class StepContext:
     control: RunControl
     clock: PhaseClock
     gate: Gate = field(default_factory=Gate)
+    poisons: Callable[[int], bool] | None = None  # a fault to be injected: the loss is a NaN
     holds_failures: bool = False  # until the commit, where the loop can have the step done again
 
 
@@ -204,6 +205,8 @@ class Step:
         context = self._context
         self._backwards += 1
         context.control.phase("backward", self.index)
+        if context.poisons is not None and context.poisons(self.index):
+            loss_sum = loss_sum * float("nan")
         detached = loss_sum.detach().double()
         bad = ~torch.isfinite(detached)
         sums = self._sums

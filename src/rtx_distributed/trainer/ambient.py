@@ -25,7 +25,7 @@ from rtx_distributed.errors import ClusterError, CommError, ConfigError, RtxErro
 from rtx_distributed.metrics import make_console
 from rtx_distributed.topology import ClusterEnv, detect
 from rtx_distributed.trainer.farewell import exit_code_of, show_farewell
-from rtx_distributed.trainer.faults import refuse_faults
+from rtx_distributed.trainer.faults import inject_faults, refuse_faults
 from rtx_distributed.trainer.folders import claim_folder, run_id_of, saved_config, sink_opener
 from rtx_distributed.trainer.given import given_settings, overlay, too_late
 from rtx_distributed.trainer.publisher import RunPublisher
@@ -160,7 +160,9 @@ def _join_supervised(control: Control, payload: dict[str, Any], config: Config |
                 f"the script's `{key}` is not used: it counts before a worker is started; give "
                 f"`--{key}` to `rtxd launch`"
             )
-    session = open_session(control, settings, device=worker_device(settings))
+    device = worker_device(settings)
+    inject_faults(control, payload["faults"], accelerator=device.type != "cpu")
+    session = open_session(control, settings, device=device)
     return Place(
         session,
         settings,

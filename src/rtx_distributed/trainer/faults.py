@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rtx_distributed.config import Config
-from rtx_distributed.elastic.faultplan import check_plan, parse_plan, to_builtins
+from rtx_distributed.elastic.control import Control
+from rtx_distributed.elastic.faultplan import check_plan, from_builtins, parse_plan, to_builtins
+from rtx_distributed.elastic.inject import EventInjector
 from rtx_distributed.errors import ConfigError
 
 
@@ -25,6 +27,21 @@ def planned_faults(config: Config, *, workers: int, steps: int | None) -> list[d
         checkpoint_every=config.checkpoint.every,
     )
     return to_builtins(plan)
+
+
+def inject_faults(control: Control, plan: list[dict[str, Any]], *, accelerator: bool) -> None:
+    """Has the faults of ``plan`` happen in this worker that have not yet happened in the run."""
+    if not plan:
+        return
+    entries = from_builtins(plan)
+    injector = EventInjector(
+        entries,
+        report=control.injected,
+        fired={entry.index for entry in entries if str(entry) in control.fired},
+        partition=control.cut,
+        accelerator=accelerator,
+    )
+    control.inject(injector)
 
 
 def refuse_faults(config: Config) -> None:

@@ -39,6 +39,7 @@ class Machine:
     cores: tuple[tuple[int, ...], ...]
     environments: tuple[dict[str, str | None], ...]
     notes: tuple[str, ...]
+    most: int | None  # workers that there is room for; None: no limit
 
 
 def train(loaded: LoadedConfig, *, argv: list[str], dry_run: bool = False) -> int:
@@ -136,7 +137,7 @@ def _supervise(
     if not payload.get("dry_run"):
         elastic = Elastic(
             minimum=config.elastic.min_workers,
-            maximum=config.elastic.max_workers or machine.most,
+            maximum=machine.most,
             budget=config.elastic.restart_budget,
         )
     job = Job(
@@ -218,6 +219,9 @@ def share_machine(config: Config, requested: int | None) -> Machine:
     notes.append(f"workers: {workers}, {threads} threads each ({cores.count} usable cores)")
     pinned = tuple(split_cores(cores.ids, workers)) if workers <= len(cores.ids) else ()
     environments: tuple[dict[str, str | None], ...] = ()
+    limit = most
     if kind == "cuda":
-        environments = tuple(worker_environment(accelerators, w) for w in range(workers))
-    return Machine(kind, workers, threads, pinned, environments, tuple(notes))
+        places = max(workers, len(accelerators))
+        environments = tuple(worker_environment(accelerators, w) for w in range(places))
+        limit = most or places
+    return Machine(kind, workers, threads, pinned, environments, tuple(notes), limit)

@@ -82,6 +82,7 @@ def make_loop(
         control=session.control,
         clock=PhaseClock(),
         gate=session.control.gate,
+        poisons=session.control.poisons,
         holds_failures=session.control.elastic,
     )
     return Loop(

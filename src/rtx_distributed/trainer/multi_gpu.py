@@ -84,6 +84,7 @@ class MultiGpuTrainer:
                 f"`local_rank={local_rank}` was given, but this process is local rank "
                 f"{self._place.local_rank}; leave the argument out"
             )
+
     @property
     def rank(self) -> int:
         """In the current generation: it changes when workers are lost or join. -1 in a worker that

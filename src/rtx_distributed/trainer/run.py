@@ -153,7 +153,9 @@ def run_task(
     loop.on_commit = progress.committed
     _announce(session, task, plan, precision)
     begin = Beginning(session, config, loop, saver, plan, check_weights=task.check_weights)
-    explained = functools.partial(memory_explained, micro_batch=plan.micro_batch, device=session.device)
+    explained = functools.partial(
+        memory_explained, micro_batch=plan.micro_batch, device=session.device
+    )
     with explained(rank=session.rank):
         for step in begin.steps():
             # What the body raises is the step's failure, with which the loop may go on.
@@ -172,9 +174,7 @@ def run_task(
     )
     if dry_run:
         task.sample = None  # of a model that has learnt nothing
-    summary = begin.through(
-        lambda: make_summary(session, task, loop, progress, saver, metrics)
-    )
+    summary = begin.through(lambda: make_summary(session, task, loop, progress, saver, metrics))
     layout.close()
     return metrics, summary
 

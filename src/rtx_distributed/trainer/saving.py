@@ -202,7 +202,6 @@ class Saver:
         counts = {"step": manifest.step, "samples": manifest.samples, "tokens": manifest.tokens}
         return self.take_numbers(manifest.state | counts, first)
 
-
     def numbers(self, state: RunState) -> dict[str, Any]:
         """The numbers of the committed state, beside its tensors; see `take_numbers`."""
         return _encode_state(state, self.layout) | {

@@ -75,7 +75,9 @@ def send_part(address: str, head: PartHead, tensors: Mapping[str, torch.Tensor])
             if sock.recv(1) != b"\1":
                 raise CommError(f"the newcomer at {address} did not take its part of the state")
     except OSError as error:
-        raise CommError(f"the state cannot be sent to the newcomer at {address}: {error}") from error
+        raise CommError(
+            f"the state cannot be sent to the newcomer at {address}: {error}"
+        ) from error
     return sent
 
 
@@ -108,8 +110,8 @@ class Receiver:
         fixed: what this worker takes the run to be; differences are refused.
         token: the job's.
         version: of the library.
-        ensure: makes a tensor that the members have and this worker has not (yet); None: no such.
-        deliver: called in the receiving thread with a `Delivery`, or with the error that refuses it.
+        ensure: makes a tensor that the members have and this worker not yet; None: no such.
+        deliver: called in a thread with a `Delivery`, or with the error that refuses it.
     """
 
     def __init__(
@@ -196,9 +198,7 @@ class Receiver:
             whole = len(current.here) == head.parts and current is self._round
         if whole:
             state = current.head.state
-            self._deliver(
-                Delivery(head.number, head.committed, state, current.size, head.parts)
-            )
+            self._deliver(Delivery(head.number, head.committed, state, current.size, head.parts))
 
     def _put(self, name: str, offset: int, size: int, data: bytearray) -> None:
         if not size:
@@ -223,7 +223,9 @@ class Receiver:
                     self._specs |= specs_of({name: made})
         rows = []
         if head.version != self._version:
-            rows.append(f"  version of rtx-distributed: the run {head.version}, here {self._version}")
+            rows.append(
+                f"  version of rtx-distributed: the run {head.version}, here {self._version}"
+            )
         rows += [
             f"  {key}: the run {head.fixed.get(key, 'nothing')}, here "
             f"{self._fixed.get(key, 'nothing')}"
@@ -254,4 +256,3 @@ def _read_into(connection: socket.socket, view: memoryview) -> None:
         if not count:
             raise EOFError("a sender ended in the middle of its part")
         view = view[count:]
-
