@@ -206,6 +206,10 @@ class BucketReducer:
             ):
                 parameter.grad = view if used_anywhere[index] else None
 
+    def flats(self) -> list[torch.Tensor]:
+        """The gradients, bucket by bucket, each flat."""
+        return [bucket.flat for bucket in self.buckets]
+
     def squared_norm(self) -> torch.Tensor:
         """The squared 2-norm of all reduced gradients, float64, a scalar tensor."""
         norms = [_norm(bucket.flat).double() for bucket in self.buckets]

@@ -126,6 +126,7 @@ class Conductor:
             ms.Abort: lambda d: self._tell(d.workers, m.AbortGeneration(d.number)),
             ms.Yield: lambda d: self._tell(d.workers, m.YieldRequested(d.number)),
             ms.Settle: lambda d: self._tell(d.workers, m.Settle(d.number, d.resolution)),
+            ms.Copy: lambda d: self._tell(d.workers, m.CopyRequested(d.number, d.newcomers)),
             ms.Serve: self._serve,
             ms.Form: self._form,
             ms.Leave: self._leave,
@@ -183,6 +184,8 @@ class Conductor:
         elif isinstance(message, m.Received):
             self._received[worker] = message
             self.happened(ms.Received(worker, message.number, message.committed))
+        elif isinstance(message, m.CaughtUp):
+            self.happened(ms.CaughtUp(worker, message.number))
         elif isinstance(message, m.Recovered):
             self._recovered(worker, message)
         elif isinstance(message, m.Injected):

@@ -81,6 +81,7 @@ class Control:
         self._orders: collections.deque[Any] = collections.deque()
         self._aborter: Callable[[], None] | None = None
         self._yield_for = 0
+        self._copy: m.CopyRequested | None = None
         self._number = 0
         self._rank = -1
         self._injector: EventInjector | None = None
@@ -269,6 +270,25 @@ class Control:
             raise CommError(self._lost)
         self.gate.check()
 
+    @property
+    def copy_requested(self) -> bool:
+        """Whether newcomers are to be given the state, from the next step boundary on."""
+        copy = self._copy
+        return copy is not None and copy.number == self._number
+
+    def take_copy(self) -> tuple[tuple[int, str], ...]:
+        """The newcomers that a copy begins for; where this worker has not been told yet, it waits
+        until it is.
+
+        Raises:
+            CommError: the generation or the run ends.
+        """
+        self._wait(lambda: self.copy_requested)
+        with self._news:
+            assert self._copy is not None
+            newcomers, self._copy = self._copy.newcomers, None
+        return newcomers
+
     # How generations come and go.
 
     def ready(self, device: str = "cpu", *, address: str = "") -> None:
@@ -315,6 +335,11 @@ class Control:
             self._orders.append(order)
             self._news.notify_all()
 
+    @property
+    def orders_waiting(self) -> bool:
+        """Whether `next_order` would return at once."""
+        return bool(self._orders)
+
     def adopt(self, generation: Generation) -> None:
         """From now on this worker is in ``generation``."""
         with self._news:
@@ -342,6 +367,10 @@ class Control:
     def received(self, number: int, *, committed: int, size: int, senders: int) -> None:
         """Says that this newcomer holds the state of the others."""
         self._channel.send(m.Received(number, committed, size, senders))
+
+    def caught_up(self, number: int) -> None:
+        """Says that this newcomer keeps up with the members of generation ``number``."""
+        self._channel.send(m.CaughtUp(number))
 
     def recovered(self, *, resolved: float, formed: float, committed: float) -> None:
         """Says when (CLOCK_MONOTONIC) this worker got through a change of the members."""
@@ -472,6 +501,8 @@ class Control:
                 pass
             elif isinstance(message, m.YieldRequested):
                 self._yield_for = message.number
+            elif isinstance(message, m.CopyRequested):
+                self._copy = message
             elif isinstance(message, m.StopRequested):
                 self._stop = True
             elif isinstance(message, m.CheckpointPublished | m.CheckpointFailed):

@@ -94,6 +94,13 @@ class Received(_Event, frozen=True):
     committed: int
 
 
+class CaughtUp(_Event, frozen=True):
+    """``worker``, a newcomer, keeps up with the members of generation ``number``."""
+
+    worker: int
+    number: int
+
+
 class Progressed(_Event, frozen=True):
     """The members of generation ``number`` have committed a step in it."""
 
@@ -128,6 +135,7 @@ MembershipEvent = (
     | Frozen
     | Reported
     | Received
+    | CaughtUp
     | Progressed
     | Left
     | Scale
@@ -167,6 +175,15 @@ class Yield(_Decision, frozen=True):
 
     number: int
     workers: tuple[int, ...]
+
+
+class Copy(_Decision, frozen=True):
+    """Tell ``workers`` to give their state to ``newcomers`` ((worker, address) each) while they
+    train on."""
+
+    number: int
+    workers: tuple[int, ...]
+    newcomers: tuple[tuple[int, str], ...]
 
 
 class Settle(_Decision, frozen=True):
@@ -229,7 +246,19 @@ class Fail(_Decision, frozen=True):
 
 
 Decision = (
-    Start | Freeze | Abort | Yield | Settle | Serve | Form | Leave | Fence | GiveUp | Finish | Fail
+    Start
+    | Freeze
+    | Abort
+    | Yield
+    | Copy
+    | Settle
+    | Serve
+    | Form
+    | Leave
+    | Fence
+    | GiveUp
+    | Finish
+    | Fail
 )
 
 Stage = Literal[
@@ -259,6 +288,8 @@ class Person(msgspec.Struct, frozen=True):
     finished: bool = False
     leaving: bool = False
     frozen: bool = False
+    copying: bool = False  # is given the state while the members train
+    caught_up: bool = False
     report: Report | None = None
     received: int | None = None
 
@@ -380,14 +411,49 @@ def _gather(state: State) -> Outcome:
 
 def _welcome(state: State) -> Outcome:
     """Somebody could be taken in, or the members have come to stand still."""
-    leaving = any(person.leaving for person in state.members)
-    if state.stage == "training" and (state.newcomers or leaving):
-        cause = "a worker leaves" if leaving else "a worker joins"
-        state = replace(_unreported(state), stage="yielding", cause=cause)
-        return state, (Yield(state.number, _numbers(state.members)),)
+    if state.stage == "training":
+        return _prepare_change(state)
     if state.stage == "short" and len(state.members) + len(state.newcomers) >= state.minimum:
         return _serve(state)
     return state, ()
+
+
+def _prepare_change(state: State) -> Outcome:
+    """Newcomers are given the state while the members train; once they keep up, or when a member
+    is to leave, the members stop at a boundary."""
+    leaving = any(person.leaving for person in state.members)
+    copying = [person for person in state.newcomers if person.copying]
+    if leaving or (copying and all(person.caught_up for person in copying)):
+        cause = "a worker leaves" if leaving else "a worker joins"
+        state = replace(_unreported(state), stage="yielding", cause=cause)
+        return state, (Yield(state.number, _numbers(state.members)),)
+    if copying or not state.newcomers or not _room(state):
+        return state, ()
+    chosen = {person.worker for person in state.newcomers[: _room(state)]}
+    people = tuple(replace(p, copying=True) if p.worker in chosen else p for p in state.people)
+    newcomers = tuple((p.worker, p.address) for p in state.newcomers if p.worker in chosen)
+    decision = Copy(state.number, _numbers(state.members), newcomers)
+    return replace(state, people=people), (decision,)
+
+
+def _room(state: State) -> int:
+    """How many newcomers can be taken in."""
+    staying = sum(not member.leaving for member in state.members)
+    limit = state.target if state.maximum is None else min(state.target, state.maximum)
+    return max(0, limit - staying)
+
+
+def _chosen(state: State) -> tuple[Person, ...]:
+    """The newcomers that the next generation takes in: those that keep up, where some do."""
+    up = tuple(person for person in state.newcomers if person.caught_up)
+    return (up or state.newcomers)[: _room(state)]
+
+
+def _on_caught_up(state: State, event: CaughtUp) -> Outcome:
+    known = state.find(event.worker)
+    if known is None or event.number != state.number or not known.copying:
+        return state, ()
+    return _welcome(_put(state, replace(known, caught_up=True)))
 
 
 def _on_lost(state: State, event: Lost) -> Outcome:
@@ -464,7 +530,7 @@ def _bereft(state: State, worker: int, cause: str) -> Outcome:
 def _after_newcomer(state: State) -> Outcome:
     if state.stage == "serving":
         return _served(state)
-    return state, ()
+    return _welcome(state)
 
 
 def _on_faulted(state: State, event: Faulted) -> Outcome:
@@ -498,8 +564,12 @@ def _recover(state: State, *, cause: str) -> Outcome:
         return _advance(state)
     if state.stage not in ("settling", "short", "serving"):
         state = _unreported(state)
-    state = replace(state, stage="freezing", cause=cause)
-    state = replace(state, people=tuple(replace(p, frozen=False) for p in state.people))
+    # What newcomers have been given is of a generation that has ended.
+    people = tuple(
+        replace(p, frozen=False, received=None, copying=False, caught_up=False)
+        for p in state.people
+    )
+    state = replace(state, stage="freezing", cause=cause, people=people)
     return state, (Freeze(state.number, _numbers(state.members)),)
 
 
@@ -563,8 +633,7 @@ def _resolve(state: State) -> Outcome:
 def _serve(state: State) -> Outcome:
     """Gives the state of the members, who stand still, to the newcomers there is room for."""
     staying = tuple(member for member in state.members if not member.leaving)
-    limit = state.target if state.maximum is None else min(state.target, state.maximum)
-    chosen = state.newcomers[: max(0, limit - len(staying))]
+    chosen = _chosen(state)
     state = replace(state, stage="serving")
     wanting = tuple((p.worker, p.address) for p in chosen if p.received is None)
     if not wanting:
@@ -583,8 +652,7 @@ def _on_received(state: State, event: Received) -> Outcome:
 def _served(state: State) -> Outcome:
     """Forms the next generation when all newcomers that were served have the state."""
     staying = tuple(member for member in state.members if not member.leaving)
-    limit = state.target if state.maximum is None else min(state.target, state.maximum)
-    chosen = state.newcomers[: max(0, limit - len(staying))]
+    chosen = _chosen(state)
     if any(person.received is None for person in chosen):
         return state, ()
     if len(staying) + len(chosen) < state.minimum:
@@ -628,9 +696,15 @@ def _form(state: State, people: tuple[Person, ...], resolution: Resolution) -> O
         *(Leave(worker) for worker in leaving),
     ]
     kept = tuple(
-        replace(p, frozen=False, report=None, received=None, founder=False)
-        if p.worker in chosen
-        else replace(p, founder=False)
+        replace(
+            p,
+            frozen=False,
+            report=None,
+            received=None,
+            founder=False,
+            copying=False,
+            caught_up=False,
+        )
         for p in state.people
     )
     state = replace(
@@ -722,6 +796,7 @@ _REDUCERS: dict[type, Callable[[State, Any], Outcome]] = {
     Frozen: _on_frozen,
     Reported: _on_reported,
     Received: _on_received,
+    CaughtUp: _on_caught_up,
     Progressed: _on_progressed,
     Left: _on_left,
     Scale: _on_scale,

@@ -155,6 +155,12 @@ class Received(_Message, frozen=True, tag="received"):
     senders: int
 
 
+class CaughtUp(_Message, frozen=True, tag="caught_up"):
+    """A newcomer keeps up with the members of generation ``number``."""
+
+    number: int
+
+
 class Recovered(_Message, frozen=True, tag="recovered"):
     """The worker has got through a change of the members: when (CLOCK_MONOTONIC) it began to
     resolve, to form, to redo, and when the first step after it was committed."""
@@ -207,6 +213,14 @@ class YieldRequested(_Message, frozen=True, tag="yield_requested"):
     """Stop at the next step boundary of generation ``number`` and report."""
 
     number: int
+
+
+class CopyRequested(_Message, frozen=True, tag="copy_requested"):
+    """From the next step boundary of generation ``number`` on, give the state, and then each
+    step's change of it, to ``newcomers`` ((worker, host:port) each)."""
+
+    number: int
+    newcomers: tuple[tuple[int, str], ...]
 
 
 class Settle(_Message, frozen=True, tag="settle"):
@@ -281,6 +295,7 @@ FromWorker = (
     | Frozen
     | Reported
     | Received
+    | CaughtUp
     | Recovered
     | Injected
     | Signalled
@@ -291,6 +306,7 @@ ToWorker = (
     | Freeze
     | AbortGeneration
     | YieldRequested
+    | CopyRequested
     | Settle
     | Serve
     | Dismissed

@@ -118,6 +118,7 @@ class Recorder:
             m.Frozen: self._host.heard,
             m.Reported: self._host.heard,
             m.Received: self._host.heard,
+            m.CaughtUp: self._host.heard,
             m.Recovered: self._host.heard,
             m.Injected: self._host.heard,
             m.Signalled: lambda worker, message: self._host.signalled(worker, message.signal),

@@ -239,7 +239,7 @@ class Loop:
         row = self.rows.make(step, outcome, seconds=seconds, clock=self.context.clock)
         self.context.control.committed(row)
         if self.members is not None:
-            self.members.committed()
+            self.members.committed(self)
         if outcome.kind == "skipped" and outcome.tokens:
             self._say_skip(step.index, outcome)
         if self.on_commit is not None:
@@ -274,8 +274,11 @@ class Loop:
         if outcome is not None and outcome.yields > 0:
             self._stop()
             return True
-        if outcome is not None and outcome.changes > 0 and self.members is not None:
-            return False
+        if outcome is not None and self.members is not None:
+            if outcome.changes > 0:
+                return False
+            if outcome.copies > 0:
+                self.members.begin_copy(self)
         if done == self.plan.steps:
             return None
         if gate.boundary < _EVALUATED:

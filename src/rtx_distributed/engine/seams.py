@@ -48,6 +48,11 @@ class RunControl(Protocol):
         """Are the members to change at the next step boundary?"""
         ...
 
+    @property
+    def copy_requested(self) -> bool:
+        """Are newcomers to be given the state, from the next step boundary on?"""
+        ...
+
     def committed(self, row: StepRow) -> None: ...
 
     def event(self, name: str, **fields: Any) -> None: ...
@@ -93,8 +98,12 @@ class Members(Protocol):
         """
         ...
 
-    def committed(self) -> None:
+    def committed(self, work: Work) -> None:
         """A step was committed."""
+        ...
+
+    def begin_copy(self, work: Work) -> None:
+        """All members stand at the same boundary: what newcomers are given starts from here."""
         ...
 
 

@@ -67,6 +67,7 @@ class Outcome:
     exposed_s: float
     commit_time: float
     changes: int = 0  # ranks that were asked to let the members change
+    copies: int = 0  # ranks that were asked to begin a copy of their state
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +294,7 @@ class Step:
             yields=vote.ask(
                 stop=self._context.control.stop_requested,
                 change=self._context.control.yield_requested,
+                copy=self._context.control.copy_requested,
             ),
         )
         words = torch.tensor(
@@ -317,7 +319,7 @@ class Step:
 
     def _conclude(self, reduced: Reduced, yields: int) -> Outcome:
         context, state = self._context, self._state
-        stops, changes = vote.asked(yields)
+        stops, changes, copies = vote.asked(yields)
         scale = state.scale.value if state.scale else 1.0
         to_mean = self._normalizer / reduced.counted if reduced.counted else 0.0
         norm = reduced.grad_norm * to_mean / scale
@@ -345,6 +347,7 @@ class Step:
             exposed_s=0.0,
             commit_time=time.time(),
             changes=changes,
+            copies=copies,
         )
         if decision == "stop":
             context.layout.drop()

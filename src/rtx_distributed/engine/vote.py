@@ -39,17 +39,19 @@ class Ballot:
         ]
 
 
-_CHANGES = 20  # bits for the count of those that ask to stop
+_BITS = 20  # for the count of those that ask for one thing
 
 
-def ask(*, stop: bool, change: bool) -> int:
-    """The yields of one rank: was it asked to stop, and to let the members change?"""
-    return int(stop) + (int(change) << _CHANGES)
+def ask(*, stop: bool, change: bool, copy: bool) -> int:
+    """The yields of one rank: was it asked to stop, to let the members change, and to begin a copy
+    of its state for newcomers?"""
+    return int(stop) | int(change) << _BITS | int(copy) << 2 * _BITS
 
 
-def asked(yields: int) -> tuple[int, int]:
-    """How many ranks ask to stop, and how many to let the members change."""
-    return yields & ((1 << _CHANGES) - 1), yields >> _CHANGES
+def asked(yields: int) -> tuple[int, int, int]:
+    """How many ranks ask for each of the three."""
+    mask = (1 << _BITS) - 1
+    return yields & mask, yields >> _BITS & mask, yields >> 2 * _BITS
 
 
 def _mix(value: int) -> int:

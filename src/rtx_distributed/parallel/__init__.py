@@ -5,7 +5,7 @@ from __future__ import annotations
 from rtx_distributed.parallel.blocks import checkpoint_activations, compile_blocks, find_blocks
 from rtx_distributed.parallel.optimizer import OptimizerSettings, allocate_state, build_optimizer
 from rtx_distributed.parallel.precision import Precision, choose_precision, forbid_tf32
-from rtx_distributed.parallel.replicate import Reduced, Replicate, StepSums
+from rtx_distributed.parallel.replicate import Reduced, Replicate, StepSums, Update
 
 __all__ = [
     "OptimizerSettings",
@@ -13,6 +13,7 @@ __all__ = [
     "Reduced",
     "Replicate",
     "StepSums",
+    "Update",
     "allocate_state",
     "build_optimizer",
     "checkpoint_activations",

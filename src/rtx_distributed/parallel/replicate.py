@@ -40,6 +40,25 @@ class Reduced:
     grad_norm: float  # of the gradient as accumulated, before any factor
     nonfinite_ranks: tuple[int, ...]
     exposed_s: float
+    used: tuple[bool, ...]  # by parameter, on any rank
+    buffers: torch.Tensor = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a commit did, for whoever repeats it; the gradient itself, with all factors in it, is in
+    the reducer.
+
+    Attributes:
+        rates: learning rate by parameter group.
+        used: by parameter, whether any rank has a gradient for it.
+        slots: of the step.
+        buffers: float64 [numel], as `SlotBuffers.commit` takes it.
+    """
+
+    rates: tuple[float, ...]
+    used: tuple[bool, ...]
+    slots: int
     buffers: torch.Tensor = field(repr=False)
 
 
@@ -74,6 +93,7 @@ class Replicate:
         )
         self.buffers = SlotBuffers(model)
         self._scales_inside = takes_grad_scale(optimizer)
+        self.update: Update | None = None  # of the last commit; None where it changed nothing
 
     def _check_optimizer(self) -> None:
         for group in self.optimizer.param_groups:
@@ -128,7 +148,8 @@ class Replicate:
         world = self._communicator.world_size
         numbers = torch.cat([tail[: 4 + world], norm.sqrt().to(tail.device).reshape(1)]).tolist()
         flags = tail[4 + world : 4 + world + len(self._parameters)]
-        self.reducer.expose([value > 0 for value in flags.tolist()])
+        used = tuple(value > 0 for value in flags.tolist())
+        self.reducer.expose(used)
         return Reduced(
             loss_sum=numbers[0],
             counted=numbers[1],
@@ -137,6 +158,7 @@ class Replicate:
             grad_norm=numbers[-1],
             nonfinite_ranks=tuple(r for r in range(world) if numbers[4 + r] > 0),
             exposed_s=exposed,
+            used=used,
             buffers=tail[4 + world + len(self._parameters) :],
         )
 
@@ -164,14 +186,30 @@ class Replicate:
         if factor == 1.0:
             self.optimizer.step()
         elif self._scales_inside:
+            # The fused kernels leave the gradient as they have scaled it.
             step_scaled(self.optimizer, factor, self.device)
         else:
             self.reducer.scale(factor)
             self.optimizer.step()
         self.buffers.commit(reduced.buffers, slots=reduced.slots)
+        self.update = Update(
+            tuple(float(group["lr"]) for group in self.optimizer.param_groups),
+            reduced.used,
+            reduced.slots,
+            reduced.buffers,
+        )
+
+    def repeat(self, update: Update) -> None:
+        """Commits what other ranks have; the gradient lies in the reducer."""
+        for group, rate in zip(self.optimizer.param_groups, update.rates, strict=True):
+            group["lr"] = rate
+        self.reducer.expose(update.used)
+        self.optimizer.step()
+        self.buffers.commit(update.buffers, slots=update.slots)
 
     def drop(self) -> None:
         """Forgets the attempt: gradients and buffers are as they were before it."""
+        self.update = None
         self.reducer.begin()
         self.buffers.restore()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rtx_distributed import __version__
 from rtx_distributed.checkpoint.layout import TensorSpec
-from rtx_distributed.checkpoint.write import DTYPES, specs_of
+from rtx_distributed.checkpoint.write import DTYPES
 from rtx_distributed.elastic import messages as m
 from rtx_distributed.elastic.gate import Interrupted
 from rtx_distributed.elastic.resolution import Resolution
@@ -21,7 +21,18 @@ from rtx_distributed.errors import CommError, NonFiniteError, UsageError
 from rtx_distributed.parallel import Replicate
 from rtx_distributed.parallel.optimizer import ensure_tensor
 from rtx_distributed.trainer.session import Session
-from rtx_distributed.trainer.transfer import Delivery, PartHead, Receiver, send_part
+from rtx_distributed.trainer.transfer import (
+    Barrier,
+    Delivery,
+    MovingCopy,
+    PartHead,
+    Receiver,
+    Replay,
+    part_head,
+    settle_part,
+)
+
+_PATIENCE = 20  # steps that a newcomer repeats without catching up
 
 
 @dataclass(slots=True)
@@ -42,6 +53,7 @@ class RunMembers:
     restore: Callable[[dict[str, Any]], None]
     _resolved: float = field(init=False, default=0.0)
     _formed: float | None = field(init=False, default=None)
+    _copy: MovingCopy | None = field(init=False, default=None)
 
     def broke(self, error: CommError) -> None:
         if not isinstance(error, Interrupted):
@@ -52,7 +64,9 @@ class RunMembers:
             raise error
         self.session.control.fault(error, fatal=False)
 
-    def committed(self) -> None:
+    def committed(self, work: Work) -> None:
+        if self._copy is not None:
+            self._copy.add(self.session.control.gate.committed or 0, work.numbers())
         if self._formed is not None:
             self.session.control.recovered(
                 resolved=self._resolved, formed=self._formed, committed=time.monotonic()
@@ -60,9 +74,32 @@ class RunMembers:
             self._formed = None
             gc.collect(1)  # the step that broke, and what it held
 
+    def begin_copy(self, work: Work) -> None:
+        newcomers = self.session.control.take_copy()
+        rank, world = self.session.rank, self.session.world_size
+        head = self._head(work, part=rank, parts=world, moving=True)
+        self._copy = MovingCopy(head, self.layout, newcomers)
+
+    def _head(self, work: Work, *, part: int, parts: int, moving: bool) -> PartHead:
+        return part_head(
+            self.layout,
+            token=self.session.control.token,
+            number=self.session.generation.number,
+            part=part,
+            parts=parts,
+            committed=self.session.control.gate.committed or 0,
+            moving=moving,
+            version=__version__,
+            fixed=self.fixed,
+            state=work.numbers(),
+        )
+
     def regroup(self, work: Work, *, planned: bool) -> Regrouped:
         control = self.session.control
         control.phase("regroup", control.gate.committed or 0)
+        if self._copy is not None:
+            self._copy.end()
+            self._copy = None
         if planned:
             control.report(control.gate.report())
         while True:
@@ -101,20 +138,10 @@ class RunMembers:
 
     def _serve(self, order: m.Serve, work: Work) -> None:
         tensors = self.layout.tensors()
-        head = PartHead(
-            token=self.session.control.token,
-            number=order.number,
-            part=order.part,
-            parts=order.parts,
-            committed=self.session.control.gate.committed or 0,
-            version=__version__,
-            fixed=self.fixed,
-            tensors=specs_of(tensors),
-            state=work.numbers(),
-        )
+        head = self._head(work, part=order.part, parts=order.parts, moving=False)
         for worker, address in order.newcomers:
             try:
-                send_part(address, head, tensors)
+                settle_part(address, head, tensors)
             except CommError as error:
                 # Its death, if that is what it is, is known to the coordinator too.
                 self.session.control.warn(f"worker {worker} could not be given its part: {error}")
@@ -134,15 +161,16 @@ class RunMembers:
         session = self.session
         control = session.control
         receiver = Receiver(
-            self.layout.tensors(),
+            self.layout,
             fixed=self.fixed,
             token=control.token,
             version=__version__,
             host="127.0.0.1",
             ensure=self._ensure,
-            deliver=control.post,
+            post=control.post,
         )
         held: Delivery | None = None
+        told = behind = 0
         try:
             control.ready(str(session.device), address=receiver.address)
             while True:
@@ -150,21 +178,40 @@ class RunMembers:
                 if isinstance(order, Exception):
                     raise order
                 if isinstance(order, Delivery):
-                    held = order
                     self.layout.buffers.reload()
-                    self.restore(held.state)
-                    control.gate.stand(held.committed)
-                    control.received(
-                        held.number, committed=held.committed, size=held.size, senders=held.senders
-                    )
+                    self._hold(order.state, order.committed)
+                    behind = 0
+                    if not order.moving:
+                        held = order
+                        control.received(
+                            held.number,
+                            committed=held.committed,
+                            size=held.size,
+                            senders=held.senders,
+                        )
+                elif isinstance(order, Replay):
+                    receiver.replay(order)
+                    self._hold(order.head.state, order.head.committed)
+                    behind += 1
+                elif isinstance(order, Barrier):
+                    order.passed.set()
                 elif isinstance(order, m.Announce):
                     if self._enter(order, held):
                         return order.resolution, order.resolution.action != "start"
                 elif isinstance(order, m.AbortGeneration):
                     session.drain()
                     control.report(control.gate.report())
+                # A newcomer that gains nothing is given the rest while the members wait.
+                level = not control.orders_waiting or behind >= _PATIENCE
+                if level and isinstance(order, Delivery | Replay) and order.number > told:
+                    told = order.number
+                    control.caught_up(told)
         finally:
             receiver.close()
+
+    def _hold(self, numbers: dict[str, Any], committed: int) -> None:
+        self.restore(numbers)
+        self.session.control.gate.stand(committed)
 
     def _enter(self, order: m.Announce, held: Delivery | None) -> bool:
         """Goes into the first generation; False where that broke while it formed."""
