@@ -179,7 +179,7 @@ def _start(event: Event) -> str:
 
 def _checkpoint(event: Event) -> str:
     seconds = _real(event, "seconds")
-    took = "" if seconds is None else f" ({seconds:.1f} s)"
+    took = "" if seconds is None else f" ({seconds:.2f} s)"
     path = _text(event, "path")
     return f"checkpoint of {_step(event)}{f': {path}' if path else ''}{took}"
 

@@ -130,7 +130,7 @@ def test_a_recovery(fields: dict[str, Any], text: str) -> None:
         ({"event": "start", "workers": 4, "pid": 99, "cause": "start"},
          "started with 4 workers (pid 99)"),
         ({"event": "checkpoint", "step": 500, "path": "runs/a/checkpoints/step-00000500",
-          "seconds": 1.234}, "checkpoint of step 500: runs/a/checkpoints/step-00000500 (1.2 s)"),
+          "seconds": 1.234}, "checkpoint of step 500: runs/a/checkpoints/step-00000500 (1.23 s)"),
         ({"event": "checkpoint_failed", "step": 500, "cause": "disk full"},
          "the checkpoint of step 500 failed and training goes on: disk full"),
         ({"event": "resume", "step": 500, "path": "p", "dropped_rows": 1,
