@@ -351,5 +351,8 @@ def test_a_run_that_does_not_answer(tmp_path: Path) -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, rtx_distributed.elastic.requests; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, rtx_distributed.cli.scale, rtx_distributed.cli.top\n"
+        "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
