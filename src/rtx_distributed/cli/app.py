@@ -143,6 +143,36 @@ def stop(
     raise typer.Exit(run_verb(lambda: body(run, timeout_s=timeout), debug=debug))
 
 
+@app.command()
+def scale(
+    run: Run,
+    workers: Annotated[int, typer.Argument(metavar="N", min=1, help="How many workers.")],
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the answer.")
+    ] = 30.0,
+    debug: Debug = False,
+) -> None:
+    """Give a running run N workers: new ones join, surplus ones leave, while it trains."""
+    from rtx_distributed.cli.scale import scale as body
+
+    raise typer.Exit(run_verb(lambda: body(run, workers, timeout_s=timeout), debug=debug))
+
+
+@app.command()
+def top(
+    run: Run,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, as plain text.")] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")
+    ] = 1.0,
+    debug: Debug = False,
+) -> None:
+    """Watch a run: its state, its workers and what happened to them."""
+    from rtx_distributed.cli.top import top as body
+
+    raise typer.Exit(run_verb(lambda: body(run, once=once, interval_s=interval), debug=debug))
+
+
 @ckpt_app.command("ls")
 def ckpt_ls(target: Target, debug: Debug = False) -> None:
     """List checkpoints: step, size, and why one is not valid."""

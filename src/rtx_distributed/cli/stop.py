@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 from pathlib import Path
 
-from rtx_distributed.elastic.folder import Holder, read_holder
-from rtx_distributed.elastic.processes import read_stat
+from rtx_distributed.elastic.folder import Holder, running_holder
 from rtx_distributed.errors import RtxError, RunFolderError
 
 
@@ -19,21 +17,11 @@ def stop(run: Path, *, timeout_s: float) -> int:
     Errors: ``RunFolderError`` (exit code 2) where nothing runs, or on another host;
     ``RtxError`` (1) where it has not ended in time.
     """
-    if not run.is_dir():
-        raise RunFolderError(f"run folder `{run}` does not exist")
-    holder = read_holder(run)
-    if holder is None:
-        raise RunFolderError(f"nothing is running in `{run}`")
-    if holder.host != socket.gethostname():
-        raise RunFolderError(
-            f"the run in `{run}` was started on `{holder.host}`, and this is "
-            f"`{socket.gethostname()}`: stop it there"
-        )
+    holder = running_holder(run, there="stop it there")
     descriptor = _open(holder)
     if descriptor is None:
-        raise RunFolderError(
-            f"nothing is running in `{run}`: pid {holder.pid}, which started it, has ended"
-        )
+        print(f"pid {holder.pid} has just ended by itself")
+        return 0
     try:
         _signal(descriptor, holder)
         if not _wait(descriptor, timeout_s=timeout_s):
@@ -54,8 +42,7 @@ def _open(holder: Holder) -> int | None:
         descriptor = os.pidfd_open(holder.pid)
     except (ProcessLookupError, OverflowError):
         return None
-    stat = read_stat(holder.pid)
-    if stat is None or stat.start_ticks != holder.start_ticks or stat.state in "ZX":
+    if not holder.running:
         os.close(descriptor)
         return None
     return descriptor

@@ -16,12 +16,20 @@ from rtx_distributed.errors import RunFolderError
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who holds a run folder. ``start_ticks`` tells the pid from its later reuse."""
+    """Who holds a run folder. ``start_ticks`` tells the pid from its later reuse; ``socket`` is
+    where it takes requests, None where it takes none."""
 
     pid: int
     host: str
     started: float
     start_ticks: int
+    socket: str | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether this very process is alive; of use on its own host alone."""
+        stat = read_stat(self.pid)
+        return stat is not None and stat.start_ticks == self.start_ticks and stat.state not in "ZX"
 
 
 class RunLock:
@@ -50,13 +58,18 @@ class RunLock:
                 "give another folder by `--run.dir`"
             ) from error
         stat = read_stat(os.getpid())
-        holder = Holder(
+        self._holder = Holder(
             pid=os.getpid(),
             host=socket.gethostname(),
             started=time.time(),
             start_ticks=0 if stat is None else stat.start_ticks,
         )
-        self._write(msgspec.json.encode(holder))
+        self._write(msgspec.json.encode(self._holder))
+
+    def publish(self, socket_path: Path) -> None:
+        """Says where the holder takes requests."""
+        self._holder = msgspec.structs.replace(self._holder, socket=str(socket_path))
+        self._write(msgspec.json.encode(self._holder))
 
     def release(self) -> None:
         """Lets the next run in. A second call does nothing."""
@@ -67,8 +80,8 @@ class RunLock:
 
     def _write(self, content: bytes) -> None:
         with contextlib.suppress(OSError):  # a full disk: the lock holds without its text
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, content, 0)
+            os.pwrite(self._descriptor, content, 0)  # first, so that nobody finds it empty between
+            os.ftruncate(self._descriptor, len(content))
 
 
 def read_holder(run_dir: Path) -> Holder | None:
@@ -77,3 +90,30 @@ def read_holder(run_dir: Path) -> Holder | None:
         return msgspec.json.decode((run_dir / ".lock").read_bytes(), type=Holder)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def running_holder(run_dir: Path, *, there: str) -> Holder:
+    """Who holds the run folder, alive on this host.
+
+    Args:
+        run_dir: the run folder.
+        there: what the user should do on the host where the run was started, if that is another.
+
+    Raises:
+        RunFolderError: no such folder, nothing running in it, or on another host.
+    """
+    if not run_dir.is_dir():
+        raise RunFolderError(f"run folder `{run_dir}` does not exist")
+    holder = read_holder(run_dir)
+    if holder is None:
+        raise RunFolderError(f"nothing is running in `{run_dir}`")
+    if holder.host != socket.gethostname():
+        raise RunFolderError(
+            f"the run in `{run_dir}` was started on `{holder.host}`, and this is "
+            f"`{socket.gethostname()}`: {there}"
+        )
+    if not holder.running:
+        raise RunFolderError(
+            f"nothing is running in `{run_dir}`: pid {holder.pid}, which started it, has ended"
+        )
+    return holder

@@ -50,12 +50,17 @@ def make_console(
     stream: TextIO, log_every: int | None = None, *, environ: Mapping[str, str] = os.environ
 ) -> Console:
     """The progress bar on a terminal that can draw one, plain lines elsewhere."""
-    if stream.isatty() and environ.get("TERM", "") not in ("", "dumb", "unknown"):
+    if can_draw(stream, environ=environ):
         # Here, so that a run without a terminal does not load rich.
         from rtx_distributed.metrics.rich_console import RichConsole
 
         return RichConsole(stream, log_every)
     return PlainConsole(stream, log_every)
+
+
+def can_draw(stream: TextIO, *, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``stream`` is a terminal that can move its cursor."""
+    return stream.isatty() and environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 def automatic_log_every(total_steps: int) -> int:

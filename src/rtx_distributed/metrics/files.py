@@ -47,6 +47,20 @@ def write_json_atomic(path: Path, obj: object) -> None:
         _write_all(descriptor, dumps(obj).encode() + b"\n")
 
 
+def last_lines(path: Path, *, limit_bytes: int) -> list[bytes]:
+    """The whole lines in the last ``limit_bytes`` of a file that may grow, be cut back or be
+    replaced meanwhile; none where it cannot be read. The cost is bounded, whatever its size."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            begin = max(0, os.fstat(file.fileno()).st_size - limit_bytes)
+            # One byte more tells whether the first line is whole.
+            data = os.pread(file.fileno(), limit_bytes + 1, max(0, begin - 1))
+    except OSError:
+        return []
+    lines = data.split(b"\n")
+    return lines[1 if begin else 0 : -1]  # behind the last newline: nothing, or a torn line
+
+
 class JsonlWriter:
     """Appends rows to a file of JSON lines.
 
