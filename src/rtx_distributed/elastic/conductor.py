@@ -20,8 +20,10 @@ from rtx_distributed.elastic import membership as ms
 from rtx_distributed.elastic import messages as m
 from rtx_distributed.elastic.coordination import Coordination
 from rtx_distributed.elastic.crew import Crew
+from rtx_distributed.elastic.generation import Generation
 from rtx_distributed.elastic.job import Elastic, Job
 from rtx_distributed.elastic.recorder import Recorder
+from rtx_distributed.elastic.requests import Answer, Scale
 from rtx_distributed.errors import RtxError
 from rtx_distributed.metrics import Console
 
@@ -119,6 +121,7 @@ class Conductor:
         self._crew_ready = asyncio.Event()
         self._incident: Incident | None = None
         self._resolution = ""
+        self._before: Generation | None = None  # the generation before the current one
         self._received: dict[int, m.Received] = {}
         self._doers: dict[type, Callable[[Any], None]] = {
             ms.Start: self._start,
@@ -140,6 +143,32 @@ class Conductor:
     def membership(self) -> ms.State:
         """The membership as the coordinator knew it last."""
         return self._coordination.state
+
+    def survivors_of(self, worker: int) -> int:
+        """How many members are left without ``worker``."""
+        return sum(member.worker != worker for member in self.membership.members)
+
+    def scale(self, request: Scale) -> Answer:
+        """`rtxd scale`: how many workers the run shall have."""
+        state = self.membership
+        if self._recorder.finished or state.stage == "over":
+            return Answer(False, "the run is over")
+        wanted = request.workers
+        if wanted < state.minimum:
+            return Answer(False, f"{wanted} is below `elastic.min_workers` = {state.minimum}")
+        if state.maximum is not None and wanted > state.maximum:
+            why = "`elastic.max_workers`, or the devices that are there"
+            return Answer(False, f"{wanted} is above {state.maximum} ({why})")
+        now = sum(not person.leaving for person in state.people)
+        self.happened(ms.Scale(wanted))
+        if wanted > now:
+            change = f"{wanted - now} more start and join while the others train"
+        elif wanted < now:
+            change = f"{now - wanted} leave at the next step boundary"
+        else:
+            change = "as it has now"
+        self._recorder.event("scale", cause=f"{wanted} workers were asked for", workers=wanted)
+        return Answer(True, f"{wanted} worker{'s' * (wanted > 1)}: {change}")
 
     async def start(self) -> None:
         """Starts the coordinator, which asks for the first workers, and the crew.
@@ -296,6 +325,7 @@ class Conductor:
             incident.announced = time.monotonic()
             incident.awaited = {member.worker for member in decision.generation.members}
         self._resolution = decision.resolution.action
+        self._before = self._recorder.generation
         self._owner.formed(decision.generation.members[0].worker)
         self._recorder.formed(decision)
         for worker in decision.joined:
@@ -342,11 +372,12 @@ class Conductor:
 
     def _leave(self, decision: ms.Leave) -> None:
         place = self._recorder.place(decision.worker)
+        before = self._before
         self._recorder.event(
             "worker_left",
             worker=decision.worker,
             pid=place.pid,
-            rank=place.rank,
+            rank=None if before is None else before.rank_of(decision.worker),
             cause="fewer workers were asked for",
             tell=True,
         )

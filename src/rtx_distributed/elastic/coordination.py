@@ -77,8 +77,8 @@ class Coordination(asyncio.Protocol):
                 [
                     sys.executable,
                     "-P",
-                    "-m",
-                    "rtx_distributed.elastic.coordinator",
+                    "-c",
+                    "from rtx_distributed.elastic.coordinator import main; main()",
                     str(theirs.fileno()),
                     str(self._journal),
                 ],

@@ -1,5 +1,5 @@
-"""The coordinator: a process that owns the membership and its journal. Started by the supervisor as
-``python -m rtx_distributed.elastic.coordinator FD JOURNAL``; imports no torch.
+"""The coordinator: a process that owns the membership and its journal. Started by the supervisor, with
+a descriptor and the journal's path as arguments; imports no torch.
 
 It answers each event with the decisions that follow, which are in the journal by then, and with the
 state they leave. When it dies, training goes on: the supervisor starts another one with the last
@@ -127,7 +127,3 @@ def _answer(coordinator: Coordinator, body: bytes) -> Answer:
     except OSError as error:
         return Answer(coordinator.state, (), f"a decision cannot be journalled: {error}")
     return Answer(coordinator.state, decisions)
-
-
-if __name__ == "__main__":
-    main()

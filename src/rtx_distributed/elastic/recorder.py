@@ -24,6 +24,7 @@ from rtx_distributed.elastic.runfiles import OpenSink, RunFiles
 from rtx_distributed.errors import RtxError
 from rtx_distributed.metrics import Console, StepRow, merge, merge_samples
 from rtx_distributed.metrics.console import format_ranks
+from rtx_distributed.metrics.eventwords import describe
 
 _REJECTS_TOLD = 20
 _ABSENT_S = 2.0
@@ -214,7 +215,9 @@ class Recorder:
         line |= fields
         self._files.event(line)
         if tell:
-            self._console.event(f"{name}: {fields}")
+            text = describe(line)
+            if text is not None:
+                self._console.event(text)
 
     async def settle(self, limit_s: float) -> None:
         """Waits until no checkpoint is being published, ``limit_s`` at most."""

@@ -34,6 +34,7 @@ from rtx_distributed.elastic.processes import (
     signal_name,
 )
 from rtx_distributed.elastic.recorder import Recorder
+from rtx_distributed.elastic.requests import RequestServer
 from rtx_distributed.elastic.tail import Tail
 from rtx_distributed.errors import RtxError, RunFolderError
 from rtx_distributed.metrics import Console, make_console
@@ -67,7 +68,7 @@ def supervise(job: Job, *, console: Console | None = None) -> Outcome:
     try:
         job.publisher.clean()
         try:
-            supervisor = _Supervisor(job, shown)
+            supervisor = _Supervisor(job, shown, lock)
         except OSError as error:
             raise RunFolderError(f"the run folder `{job.run_dir}`: {error}") from error
         outcome = asyncio.run(supervisor.run())
@@ -96,7 +97,8 @@ class _Stopping:
 
 
 class _Supervisor:
-    def __init__(self, job: Job, console: Console) -> None:
+    def __init__(self, job: Job, console: Console, lock: RunLock) -> None:
+        self._lock = lock
         self._job = job
         self._console = console
         self._ending: asyncio.Future[Outcome] | None = None
@@ -127,6 +129,14 @@ class _Supervisor:
             job, owner=self, recorder=self._recorder, crew=self._crew, console=console
         )
 
+        self._requests = RequestServer(self._conductor.scale, on_reject=self._recorder.rejected)
+
+    async def _take_requests(self) -> None:
+        try:
+            self._lock.publish(await self._requests.start())
+        except OSError as error:
+            self._console.warning(f"`rtxd scale` cannot reach this run: {error}")
+
     async def run(self) -> Outcome:
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
@@ -135,12 +145,15 @@ class _Supervisor:
         become_subreaper()
         handled = self._take_signals(loop)
         try:
+            if self._job.elastic is not None:
+                await self._take_requests()
             self.spawn(self._launch())
             self.spawn(self._watch_leavers())
             outcome = await self._ending
             # A checkpoint on its way is not given up, unless the user wants the end at once.
             await self._recorder.settle(_PUBLISH_S if outcome.exit_code != 130 else 1.0)
         finally:
+            await self._requests.close()
             await self._cancel_tasks()
             self._crew.kill()
             left = end_descendants(
@@ -415,8 +428,9 @@ class _Supervisor:
             cause=self._hung.get(worker.number, failure.cause),
             step=failure.step,
             phase=failure.phase,
+            survivors=self._conductor.survivors_of(worker.number),
+            tell=True,
         )
-        self._console.event(failure.text)
         self._conductor.lost(worker.number, failure.cause)
 
     def _fail(self, failure: Failure) -> None:
