@@ -29,7 +29,7 @@ CHECKPOINT_EVERY = 20
 """Steps between checkpoints of the baseline."""
 GLOO_TIMEOUT_S = 5.0
 """Of the baseline: with Gloo's own 1,800 s a stopped worker costs half an hour."""
-LIMIT_S = 180.0
+_LIMIT_S = {"rtxd": 60.0, "torchrun": 180.0}  # of a recovery
 _STOPPED = 3
 _BASELINE_FAULTS = {"kill": 5, "stop": 2}  # each takes 10 to 50 seconds
 _ENDLESS = 1_000_000
@@ -124,7 +124,7 @@ def _measure(system: str, name: str, count: int, *, workers: int, seed: int) -> 
             count=count,
             draw=random.Random(f"{seed} {name}"),
             scatter=0 if system == "rtxd" else CHECKPOINT_EVERY,
-            limit_s=LIMIT_S,
+            limit_s=_LIMIT_S[system],
             say=partial(_say, system),
         )
         code = run.stop()

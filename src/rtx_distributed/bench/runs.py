@@ -140,7 +140,7 @@ class Run:
             if code is not None:
                 raise RunEndedError(f"the run ended (exit code {code}) before {what}")
             if time.monotonic() > deadline:
-                raise RunEndedError(f"{what}: not within {limit_s:g} s")
+                raise RunEndedError(f"{limit_s:g} s went by before {what}")
             time.sleep(_POLL_S)
 
     def hit(self, place: Place, number: int) -> float:

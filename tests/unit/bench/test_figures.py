@@ -149,7 +149,7 @@ def test_the_median_step_takes_the_last_twenty_intervals() -> None:
 def test_lost_steps() -> None:
     run = rows(*((s, float(s), 1, 3) for s in (0, 1, 3, 3, 6)))
     assert figures.lost_steps(run, []) == (3, 1)  # 2, 4, 5; 3 twice
-    taken_back = [{"event": "resume", "dropped_rows": 4}, {"event": "start"}]
+    taken_back: list[dict[str, Any]] = [{"event": "resume", "dropped_rows": 4}, {"event": "start"}]
     assert figures.lost_steps(run, taken_back) == (3, 5)
     assert figures.lost_steps([], []) == (0, 0)
     assert figures.lost_steps(rows((1, 1.0, 1, 3)), []) == (1, 0)  # step 0 is missing
