@@ -45,6 +45,7 @@ class RecordedControl:
 
     def __init__(self) -> None:
         self.stop_requested = False
+        self.yield_requested = False
         self.rows: list[StepRow] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.warnings: list[str] = []

@@ -6,6 +6,7 @@ generation, and a dropped reference ends them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -26,12 +27,16 @@ _OPS: dict[ReduceOp, Any] = {
 class C10dHandle:
     """Wraps a c10d work object; a failure names the operation, the rank and the world."""
 
-    __slots__ = ("_keep", "_what", "_work")
+    __slots__ = ("_keep", "_open", "_what", "_work")
 
-    def __init__(self, work: Any, what: str, keep: object) -> None:
+    def __init__(
+        self, work: Any, what: str, keep: object, under_way: dict[int, C10dHandle]
+    ) -> None:
         self._work = work
         self._what = what
         self._keep = keep  # the tensors must live until the transport is done with them
+        self._open = under_way
+        under_way[id(self)] = self
 
     def wait(self) -> None:
         if self._work is None:
@@ -43,6 +48,7 @@ class C10dHandle:
             raise CommError(f"{self._what} failed: {first_line(error)}") from error
         finally:
             self._keep = None
+            self._open.pop(id(self), None)
 
 
 class C10dCommunicator(Communicator):
@@ -52,6 +58,7 @@ class C10dCommunicator(Communicator):
         self, group: Any, *, backend: str, rank: int, world_size: int, generation: int
     ) -> None:
         self._group = group
+        self._under_way: dict[int, C10dHandle] = {}
         self.backend = backend
         self.rank = rank
         self.world_size = world_size
@@ -127,10 +134,15 @@ class C10dCommunicator(Communicator):
             work = call()
         except RuntimeError as error:
             raise CommError(f"{what} failed: {first_line(error)}") from error
-        handle = C10dHandle(work, what, keep)
+        handle = C10dHandle(work, what, keep, self._under_way)
         if not async_op:
             handle.wait()
         return handle
+
+    def drain(self) -> None:
+        for handle in list(self._under_way.values()):
+            with contextlib.suppress(CommError):
+                handle.wait()
 
     def close(self) -> None:
         self._group = None

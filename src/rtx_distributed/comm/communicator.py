@@ -80,6 +80,11 @@ class Communicator(ABC):
     def abort(self) -> None:
         """Ends collectives that other threads wait on; they raise. May be called at any time."""
 
+    def drain(self) -> None:
+        """Waits until every collective that was begun has ended, well or not: until then it may
+        still write into its tensors. To be called after :meth:`abort`."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Releases sockets and threads. All work must have ended."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,6 +17,8 @@ from rtx_distributed.comm.gloo import GlooCommunicator
 from rtx_distributed.comm.local import LocalCommunicator
 from rtx_distributed.comm.nccl import NcclCommunicator, nccl_name
 from rtx_distributed.errors import ConfigError
+
+_LOOK_S = 0.01
 
 Backend = Literal["auto", "gloo", "nccl", "rccl"]
 
@@ -75,15 +79,70 @@ def form(
     device: torch.device,
     timeout_s: float,
     store: Store | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Communicator:
     """Forms the communicator of a generation; every member calls it.
 
     Args:
         store: what :func:`meeting_store` gave; by default it is made here.
+        check: called again and again meanwhile; what it raises ends the waiting.
 
     Raises:
         CommError: a member did not come, or the store cannot be reached.
     """
+    if check is None:
+        return _form(meeting, backend=backend, device=device, timeout_s=timeout_s, store=store)
+    # Nothing wakes a constructor that waits for a dead member but its own time limit, so it waits
+    # in a thread of its own, which is left behind where the generation is over.
+    attempt = _Attempt()
+
+    def build() -> None:
+        try:
+            attempt.made = _form(
+                meeting, backend=backend, device=device, timeout_s=timeout_s, store=store
+            )
+        except BaseException as error:
+            attempt.error = error
+        with attempt.lock:
+            attempt.ended.set()
+            if attempt.abandoned and attempt.made is not None:
+                attempt.made.close()
+
+    threading.Thread(target=build, name="rtxd-forming", daemon=True).start()
+    try:
+        while not attempt.ended.wait(_LOOK_S):
+            check()
+    except BaseException:
+        with attempt.lock:
+            attempt.abandoned = True
+            if attempt.made is not None:
+                attempt.made.close()
+        raise
+    if attempt.error is not None:
+        raise attempt.error
+    assert attempt.made is not None
+    return attempt.made
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A communicator in the making; see :func:`form`."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    abandoned: bool = False
+    made: Communicator | None = None
+    error: BaseException | None = None
+
+
+def _form(
+    meeting: Rendezvous,
+    *,
+    backend: str,
+    device: torch.device,
+    timeout_s: float,
+    store: Store | None,
+) -> Communicator:
     if meeting.world_size == 1:
         return LocalCommunicator(generation=meeting.generation)
     if store is None:

@@ -14,6 +14,8 @@ from torch._C import _distributed_c10d as c10d
 from rtx_distributed.comm.c10d import C10dCommunicator, first_line
 from rtx_distributed.errors import CommError
 
+_MEET_S = 30.0
+
 
 class GlooCommunicator(C10dCommunicator):
     """Gloo as torch 2.11 to 2.13 offer it.
@@ -33,7 +35,8 @@ class GlooCommunicator(C10dCommunicator):
         loopback: bool,
     ) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=timeout_s)
+        # A member that died after it was announced would be waited for as long as an operation.
+        options._timeout = timedelta(seconds=min(timeout_s, _MEET_S))
         # On one node the own host name is never resolved: it need not be in any hosts file.
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         before = _stream_sockets()
@@ -47,6 +50,7 @@ class GlooCommunicator(C10dCommunicator):
             options._devices = [device]
             options._threads = 2
             group = dist.ProcessGroupGloo(store, rank, world_size, options)
+            group._set_default_timeout(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise CommError(
                 f"gloo could not form generation {generation} on rank {rank} of {world_size}: "

@@ -95,6 +95,10 @@ class BucketReducer:
             self._slots[parameter] = _Slot(bucket=len(self.buckets), position=position)
         self.buckets.append(Bucket(flat=flat, params=params, views=views, indices=indices))
 
+    def rebind(self, communicator: Communicator) -> None:
+        """From now on reduces in another generation; nothing is under way."""
+        self.communicator = communicator
+
     def begin(self) -> None:
         """Starts a step, or an attempt at it again: no gradients, nothing under way."""
         self._armed = False

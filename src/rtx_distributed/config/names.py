@@ -17,12 +17,11 @@ ALIASES = {"train.learning_rate": "train.lr"}
 
 # Names of features that are planned and not built. They are as unknown as any other name; only
 # the message is another one, for no spelling of theirs would work.
-NOT_AVAILABLE_SECTIONS = frozenset({"parallel", "elastic", "balance"})
+NOT_AVAILABLE_SECTIONS = frozenset({"parallel", "balance"})
 NOT_AVAILABLE = frozenset(
     {
         "comm.compression",
         "coordinator",
-        "faults",
         "metrics.prometheus_port",
         "node_rank",
         "nodes",

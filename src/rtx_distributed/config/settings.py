@@ -261,6 +261,45 @@ class MetricsConfig(Section):
     )
 
 
+class ElasticConfig(Section):
+    """How many workers a run may have, and how often lost ones are replaced."""
+
+    SECTION: ClassVar[str] = "elastic"
+
+    min_workers: Count = Field(
+        default=1, description="with fewer workers than this, training waits for more"
+    )
+    max_workers: Count | None = Field(
+        default=None, description="most workers; automatic: the devices; no limit on a CPU"
+    )
+    restart_budget: CountOrZero = Field(
+        default=3, description="replacements of lost workers without progress in between"
+    )
+
+    @model_validator(mode="after")
+    def _range(self) -> ElasticConfig:
+        if self.max_workers is not None and self.min_workers > self.max_workers:
+            raise ConfigError(
+                f"`elastic.min_workers` = {self.min_workers} is more than "
+                f"`elastic.max_workers` = {self.max_workers}: lower it, or raise the other"
+            )
+        return self
+
+    def check_workers(self, workers: int) -> None:
+        """Errors: ``ConfigError`` for a start with a number outside the limits."""
+        least, most = self.min_workers, self.max_workers
+        if workers < least:
+            raise ConfigError(
+                f"`workers` = {workers} is less than `elastic.min_workers` = {least}: raise it, "
+                "or lower the minimum"
+            )
+        if most is not None and workers > most:
+            raise ConfigError(
+                f"`workers` = {workers} is more than `elastic.max_workers` = {most}: lower it, "
+                "or raise the maximum"
+            )
+
+
 class Config(Section):
     """All settings of a run."""
 
@@ -268,6 +307,11 @@ class Config(Section):
         default=None,
         description="number of workers; automatic: the visible accelerators, without one "
         "min(2, usable cores)",
+    )
+    faults: Text | None = Field(
+        default=None,
+        description="faults to inject, as in `kill:rank=1,step=5;stop:rank=0,step=9,phase=vote`; "
+        "automatic: none",
     )
     debug: bool = Field(default=False, description="show tracebacks")
     run: RunConfig = Field(default_factory=RunConfig)
@@ -277,4 +321,11 @@ class Config(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
+    elastic: ElasticConfig = Field(default_factory=ElasticConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+
+    @model_validator(mode="after")
+    def _workers_within(self) -> Config:
+        if self.workers is not None:
+            self.elastic.check_workers(self.workers)
+        return self

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -26,7 +26,10 @@ import msgspec
 from rtx_distributed.elastic import messages as m
 from rtx_distributed.elastic.board import Board
 from rtx_distributed.elastic.channel import Channel
+from rtx_distributed.elastic.gate import Gate
 from rtx_distributed.elastic.generation import Generation
+from rtx_distributed.elastic.inject import EventInjector
+from rtx_distributed.elastic.resolution import Report
 from rtx_distributed.errors import CommError, RtxError, Where
 from rtx_distributed.metrics import StepRow
 
@@ -34,12 +37,21 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _FLUSH_S = 5.0
 
 
+class Dismissed(Exception):
+    """The run goes on, or has ended, without this worker."""
+
+
 class Control:
     """One worker's connection to the recorder.
 
     Attributes:
         worker: this worker's number.
+        token: the job's.
         node: this machine's name.
+        gate: the lock between the two threads.
+        elastic: members may be lost, and others come.
+        founder: begins with the others; a newcomer receives their state.
+        fired: entries of the fault plan that have acted before, as text.
     """
 
     def __init__(
@@ -50,16 +62,28 @@ class Control:
         worker: int,
         supervised: bool = False,
         board: Board | None = None,
+        elastic: bool = False,
+        founder: bool = True,
+        fired: Collection[str] = (),
     ) -> None:
+        self.fired = frozenset(fired)
         self.worker = worker
+        self.token = token
+        self.elastic = elastic
+        self.founder = founder
         self.node = socket.gethostname()
         self._board = board
         self._place: tuple[str, int | None] = ("start", None)
         self._supervised = supervised
         self._news = threading.Condition()
         self._stop = False
-        self._announced: collections.deque[Generation] = collections.deque()
-        self._current: Generation | None = None
+        self.gate = Gate()
+        self._orders: collections.deque[Any] = collections.deque()
+        self._aborter: Callable[[], None] | None = None
+        self._yield_for = 0
+        self._number = 0
+        self._rank = -1
+        self._injector: EventInjector | None = None
         self._checkpoints: list[m.CheckpointPublished | m.CheckpointFailed] = []
         self._resume: m.ResumeReady | None = None
         self._farewell = False
@@ -80,6 +104,9 @@ class Control:
         worker: int,
         supervised: bool = False,
         board: Board | None = None,
+        elastic: bool = False,
+        founder: bool = True,
+        fired: Collection[str] = (),
         handle_signals: bool = True,
         timeout_s: float = 30.0,
     ) -> Control:
@@ -92,6 +119,9 @@ class Control:
             supervised: a supervisor owns this process: when the connection ends unexpectedly, the
                 process ends too.
             board: shared page for step and phase.
+            elastic: members may be lost, and others come.
+            founder: begins with the others.
+            fired: entries of the fault plan that have acted before.
             handle_signals: take SIGTERM, SIGINT, SIGHUP and SIGUSR1 as requests to stop (main
                 thread only). `close` gives the earlier handlers back.
             timeout_s: for the connection.
@@ -100,7 +130,16 @@ class Control:
             CommError: nobody answers at the address, which is named.
         """
         sock = _dial(where, timeout_s) if isinstance(where, tuple) else where
-        control = cls(sock, token=token, worker=worker, supervised=supervised, board=board)
+        control = cls(
+            sock,
+            token=token,
+            worker=worker,
+            supervised=supervised,
+            board=board,
+            elastic=elastic,
+            founder=founder,
+            fired=fired,
+        )
         if handle_signals and threading.current_thread() is threading.main_thread():
             control._take_signals()
         return control
@@ -150,6 +189,31 @@ class Control:
         self._place = (name, step)
         if self._board is not None:
             self._board.stamp(name, step)
+        if self._injector is not None:
+            self._inject(name, step)
+
+    def inject(self, injector: EventInjector) -> None:
+        """From now on faults of a plan happen at this worker's phases."""
+        self._injector = injector
+
+    def _inject(self, phase: str, step: int) -> None:
+        assert self._injector is not None
+        if phase == "checkpoint":  # named by the step that was committed last
+            self._injector.fire(phase, step=step - 1, rank=self._rank, attempt=0)
+        else:
+            attempt = self.gate.attempt
+            self._injector.fire(phase, step=step, rank=self._rank, attempt=attempt)
+
+    def poisons(self, step: int) -> bool:
+        """Whether the plan makes this worker's loss in ``step`` a NaN."""
+        if self._injector is None:
+            return False
+        return self._injector.poisons(step=step, rank=self._rank, attempt=self.gate.attempt)
+
+    def cut(self) -> None:
+        """Ends the collectives of the current generation, as far as this worker takes part."""
+        if self._aborter is not None:
+            self._aborter()
 
     def shard_written(
         self,
@@ -192,17 +256,32 @@ class Control:
         process of the run did."""
         return self._stop
 
+    @property
+    def yield_requested(self) -> bool:
+        """Whether the members are to change at the next step boundary."""
+        return self._yield_for >= self._number > 0
+
     def check(self) -> None:
         """Raises:
-        CommError: the run ends, or the recorder is gone.
+        CommError: the generation or the run ends, or the recorder is gone.
         """
         if self._lost is not None:
             raise CommError(self._lost)
+        self.gate.check()
 
-    # What waits.
+    # How generations come and go.
+
+    def ready(self, device: str = "cpu", *, address: str = "") -> None:
+        """Says that this worker can take part.
+
+        Args:
+            device: what this worker computes on, for ``workers.json``.
+            address: where a newcomer receives the state of the others (host:port).
+        """
+        self._channel.send(m.Ready(device, address))
 
     def generation(self, device: str = "cpu") -> Generation:
-        """Says that this worker is ready, and waits until the next generation is announced.
+        """Says that this worker is ready, and waits until the first generation is announced.
 
         Args:
             device: what this worker computes on, for ``workers.json``.
@@ -210,11 +289,70 @@ class Control:
         Raises:
             CommError: the run ends, or the recorder is gone.
         """
-        self._channel.send(m.Ready(device))
-        self._wait(lambda: bool(self._announced))
+        self.ready(device)
+        while not isinstance(order := self.next_order(), m.Announce):
+            pass  # of a generation that ended before this worker knew of it
+        self.adopt(order.generation)
+        return order.generation
+
+    def next_order(self) -> Any:
+        """Waits for the coordinator's next word about the members (Announce, AbortGeneration,
+        Settle, Serve), or for what was posted.
+
+        Raises:
+            Dismissed: this worker's place is not needed any more.
+            CommError: the run ends, or the recorder is gone.
+        """
+        self._wait(lambda: bool(self._orders) or self._farewell, interruptible=False)
         with self._news:
-            self._current = self._announced.popleft()
-        return self._current
+            if not self._orders:
+                raise Dismissed("the run has no place for this worker any more")
+            return self._orders.popleft()
+
+    def post(self, order: Any) -> None:
+        """Puts something of this worker's own among the orders; from any thread."""
+        with self._news:
+            self._orders.append(order)
+            self._news.notify_all()
+
+    def adopt(self, generation: Generation) -> None:
+        """From now on this worker is in ``generation``."""
+        with self._news:
+            self._number = generation.number
+            rank = generation.rank_of(self.worker)
+            self._rank = -1 if rank is None else rank
+            self._aborter = None
+            self._checkpoints.clear()
+        self.gate.adopt(generation.number)
+
+    def abort_by(self, aborter: Callable[[], None]) -> None:
+        """What ends the collectives of the current generation; called in the control thread once
+        all its members have frozen."""
+        self._aborter = aborter
+
+    def broken(self, error: BaseException) -> None:
+        """Reports that a collective failed; proves nothing, so nobody is blamed."""
+        phase, step = self._place
+        self._channel.send(m.Broken(self._number, f"{type(error).__name__}: {error}", step, phase))
+
+    def report(self, report: Report) -> None:
+        """Says where this worker stands, now that it stands still."""
+        self._channel.send(m.Reported(self._number, report))
+
+    def received(self, number: int, *, committed: int, size: int, senders: int) -> None:
+        """Says that this newcomer holds the state of the others."""
+        self._channel.send(m.Received(number, committed, size, senders))
+
+    def recovered(self, *, resolved: float, formed: float, committed: float) -> None:
+        """Says when (CLOCK_MONOTONIC) this worker got through a change of the members."""
+        self._channel.send(m.Recovered(self._number, resolved, formed, committed))
+
+    def injected(self, index: int, text: str) -> None:
+        """Says that a fault of the plan is about to happen, and waits until that is out."""
+        self._channel.send(m.Injected(index, text))
+        self._channel.flush(_FLUSH_S)
+
+    # What waits.
 
     def resumed(
         self,
@@ -279,10 +417,13 @@ class Control:
             return
         self._done = True
         self._channel.send(m.Done(msgspec.to_builtins(summary or {})))
-        self._wait(lambda: self._farewell)
+        self._wait(lambda: self._farewell, interruptible=False)
 
-    def fault(self, error: BaseException, where: Where | None = None) -> None:
-        """Reports an exception and waits (shortly) until the report is out."""
+    def fault(
+        self, error: BaseException, where: Where | None = None, *, fatal: bool = True
+    ) -> None:
+        """Reports an exception and waits (shortly) until the report is out. ``fatal``: another try
+        at the step cannot end otherwise."""
         place = where if where is not None else getattr(error, "where", None)
         phase, step = self._place if place is None else (place.phase, place.step)
         self._channel.send(
@@ -295,6 +436,7 @@ class Control:
                 time=time.monotonic(),
                 step=step,
                 phase=phase,
+                fatal=fatal,
             )
         )
         self._channel.flush(_FLUSH_S)
@@ -304,28 +446,39 @@ class Control:
         self._give_signals_back()
         self._channel.close(_FLUSH_S)
 
-    def _wait(self, condition: Callable[[], bool]) -> None:
+    def _wait(self, condition: Callable[[], bool], *, interruptible: bool = True) -> None:
         with self._news:
             # The bound wakes the main thread so that Python's signal handlers get to run.
             while not condition():
                 if self._lost is not None:
                     raise CommError(self._lost)
+                if interruptible:
+                    self.gate.check()
                 self._news.wait(timeout=1.0)
 
     # The control thread.
 
     def _hear(self, body: bytes) -> None:
         message = m.decode_to_worker(body)
+        if isinstance(message, m.Freeze):
+            self.gate.freeze(message.number)  # waits for a commit under way
+            self._channel.send(m.Frozen(message.number))
+        elif isinstance(message, m.AbortGeneration) and message.number == self._number:
+            self.cut()
         with self._news:
-            if isinstance(message, m.Announce):
-                self._announced.append(message.generation)
+            if isinstance(message, m.Announce | m.AbortGeneration | m.Settle | m.Serve):
+                self._orders.append(message)
+            elif isinstance(message, m.Freeze):
+                pass
+            elif isinstance(message, m.YieldRequested):
+                self._yield_for = message.number
             elif isinstance(message, m.StopRequested):
                 self._stop = True
             elif isinstance(message, m.CheckpointPublished | m.CheckpointFailed):
                 self._checkpoints.append(message)
             elif isinstance(message, m.ResumeReady):
                 self._resume = message
-            elif isinstance(message, m.Farewell):
+            elif isinstance(message, m.Farewell | m.Dismissed):
                 self._farewell = True
             else:
                 self._lost = message.reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 import socket
@@ -39,6 +40,8 @@ class Worker:
     pid: int
     board: Board
     link: Link
+    place: int
+    started_at: float
     alive: bool = True
     ended_at: float = 0.0
 
@@ -48,10 +51,10 @@ class Crew:
 
     Args:
         job: see there.
-        first_worker: number of the first worker.
         recorder: hears the workers.
         on_death: called with a worker and its exit code (minus a signal's number; None: unknown).
-        on_store_death: called with the store's.
+        on_store: called with the store's address when there is one.
+        on_store_death: called with the store's exit code.
         on_signal: called with -1 and a signal's number when warm parent or store received one.
     """
 
@@ -59,27 +62,30 @@ class Crew:
         self,
         job: Job,
         *,
-        first_worker: int,
         recorder: Recorder,
         on_death: Callable[[Worker, int | None], None],
+        on_store: Callable[[str, int], None],
         on_store_death: Callable[[int | None], None],
         on_signal: Callable[[int, int], None],
     ) -> None:
-        self.numbers = list(range(first_worker, first_worker + job.workers))
         self.workers: dict[int, Worker] = {}
         self.sessions: set[int] = set()
+        self.fired: set[str] = set()  # entries of the fault plan that have acted
         self._job = job
         self._recorder = recorder
         self._on_death = on_death
+        self._on_store = on_store
         self._on_store_death = on_store_death
         self._on_signal = on_signal
         self._token = secrets.token_hex(16)
         self._logs = job.run_dir / "logs"
         self._logs.mkdir(exist_ok=True)
-        self._nursery = Nursery(on_signal=lambda number: on_signal(_WARM_PARENT, number))
+        self._nursery = Nursery(on_signal=self._warm_parent_signalled)
         self._pidfds: set[int] = set()
+        self._reserved: set[int] = set()  # places of workers that are being started
         self._tasks: set[asyncio.Task[None]] = set()
         self._none_alive = asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()  # the nursery takes one request at a time
 
     @property
     def alive(self) -> bool:
@@ -90,30 +96,71 @@ class Crew:
         return self._logs / f"worker-{number}.log"
 
     async def start(self) -> None:
-        """Starts the warm parent, the store and all workers.
+        """Starts the warm parent and the store.
 
         Raises:
             NurseryError: one of them could not be started.
         """
+        await self._start_nursery()
+        if self._job.store:
+            host, port = await self.start_store()
+            self._on_store(host, port)
+
+    async def _start_nursery(self) -> None:
         await self._nursery.start(preload=self._job.preload, log=self._logs / "warm-parent.log")
         if self._nursery.pid is not None:
             self.sessions.add(self._nursery.pid)
-        if self._job.store:
-            host, port = await self._start_store()
-            self._recorder.set_store(host, port)
-        for place, number in enumerate(self.numbers):
-            await self._start_worker(number, place)
+
+    async def _fork(self, request: SpawnRequest, descriptors: tuple[int, ...]) -> int:
+        """Forks from the warm parent; where that has died, from another one."""
+        async with self._one_at_a_time:
+            try:
+                return await self._nursery.fork(request, descriptors)
+            except NurseryError:
+                if self._nursery.alive:
+                    raise
+            self._nursery.close()
+            self._nursery = Nursery(on_signal=self._warm_parent_signalled)
+            await self._start_nursery()
+            return await self._nursery.fork(request, descriptors)
+
+    def kill_worker(self, number: int) -> None:
+        """SIGKILL to a worker and all it has started."""
+        worker = self.workers.get(number)
+        if worker is not None and worker.alive:
+            kill_session(worker.pid)
 
     async def all_ended(self) -> None:
         """Waits until no worker's process is alive."""
         await self._none_alive.wait()
 
-    async def _start_worker(self, number: int, place: int) -> None:
+    def _warm_parent_signalled(self, number: int) -> None:
+        self._on_signal(_WARM_PARENT, number)
+
+    def _free_place(self) -> int:
+        """The least place (device, cores) that no worker has that is alive."""
+        taken = {worker.place for worker in self.workers.values() if worker.alive}
+        return next(p for p in itertools.count() if p not in taken | self._reserved)
+
+    async def start_worker(self, number: int, *, founder: bool) -> Worker:
+        """Starts a worker.
+
+        Raises:
+            NurseryError: it could not be started.
+        """
+        place = self._free_place()
+        self._reserved.add(place)
+        try:
+            return await self._start_at(number, place, founder)
+        finally:
+            self._reserved.discard(place)
+
+    async def _start_at(self, number: int, place: int, founder: bool) -> Worker:
         ours, theirs = socket.socketpair()
         board, board_descriptor = Board.create()
         try:
-            request = self._request("worker", number, place, self.log_of(number))
-            pid = await self._nursery.fork(request, (theirs.fileno(), board_descriptor))
+            request = self._request("worker", number, place, self.log_of(number), founder=founder)
+            pid = await self._fork(request, (theirs.fileno(), board_descriptor))
         finally:
             theirs.close()
             os.close(board_descriptor)
@@ -125,9 +172,11 @@ class Crew:
             expected=lambda hello: hello.worker == number and hello.pid == pid,
         )
         await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
-        worker = Worker(number, pid, board, link)
+        worker = Worker(number, pid, board, link, place, started_at=time.monotonic())
         self.workers[number] = worker
+        self._none_alive.clear()
         self._watch(pid, lambda code: self._worker_ended(worker, code))
+        return worker
 
     def _keep(self, body: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(body)
@@ -145,14 +194,19 @@ class Crew:
             await asyncio.wait_for(worker.link.ended.wait(), _LAST_WORDS_S)
         worker.alive = False
         self._on_death(worker, code)
-        if len(self.workers) == len(self.numbers) and not self.alive:
+        if not self.alive:
             self._none_alive.set()
 
-    async def _start_store(self) -> tuple[str, int]:
+    async def start_store(self) -> tuple[str, int]:
+        """Starts the key-value store; its host and port.
+
+        Raises:
+            NurseryError: it did not start.
+        """
         ours, theirs = socket.socketpair()
         try:
             request = self._request("store", _NO_ONE, 0, self._logs / "store.log")
-            pid = await self._nursery.fork(request, (theirs.fileno(),))
+            pid = await self._fork(request, (theirs.fileno(),))
         finally:
             theirs.close()
         self.sessions.add(pid)
@@ -172,21 +226,27 @@ class Crew:
         finally:
             writer.close()  # the store ends with it
 
-    def _request(self, kind: str, number: int, place: int, log: Path) -> SpawnRequest:
+    def _request(
+        self, kind: str, number: int, place: int, log: Path, *, founder: bool = True
+    ) -> SpawnRequest:
         job = self._job
         environment = inherited_thread_settings() | {"OMP_NUM_THREADS": str(job.threads)}
         if job.environments and kind == "worker":
-            environment |= job.environments[place]
+            # More workers than were planned share devices and cores from the first on.
+            environment |= job.environments[place % len(job.environments)]
         return SpawnRequest(
             kind=kind,
             worker=number,
             supervisor=os.getpid(),
             token=self._token,
             entry=job.entry,
+            elastic=job.elastic is not None,
+            founder=founder,
+            fired=sorted(self.fired),
             payload=msgspec.msgpack.encode(job.payload),
             log=str(log.absolute()),
             environment=environment,
-            cores=list(job.cores[place]) if job.cores and kind == "worker" else [],
+            cores=list(job.cores[place % len(job.cores)]) if job.cores and kind == "worker" else [],
             threads=job.threads if kind == "worker" else 1,
             sys_path=list(sys.path),
         )

@@ -18,6 +18,21 @@ TORCH_MODULES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """How a run bears losses.
+
+    Attributes:
+        minimum: fewer members do not train; they wait for others.
+        maximum: more are not started; None for no limit.
+        budget: failures in a row, without progress in between, after which a worker is replaced.
+    """
+
+    minimum: int = 1
+    maximum: int | None = None
+    budget: int = 3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A run on one node. Nothing about training is decided here.
@@ -38,6 +53,7 @@ class Job:
         config_toml: text of ``config.toml``; None writes none.
         open_sink: called with the first step when the run goes on from there; takes the figures
             elsewhere too.
+        elastic: how losses are borne; None: the first one ends the run.
         debug: show the first error's traceback.
     """
 
@@ -55,6 +71,7 @@ class Job:
     forward_rank0_output: bool = False
     config_toml: str | None = None
     open_sink: OpenSink | None = None
+    elastic: Elastic | None = None
     debug: bool = False
 
 

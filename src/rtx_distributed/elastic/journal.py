@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rtx_distributed.elastic.generation import Generation
+from rtx_distributed.elastic import membership as ms
 from rtx_distributed.metrics import JsonlWriter, dumps
 
 
@@ -54,12 +55,23 @@ class Journal:
         """The run is started with these worker numbers."""
         self.write("start", workers=workers)
 
-    def generation(self, generation: Generation) -> None:
-        """A generation is about to be announced."""
-        self.write("generation", **msgspec.to_builtins(generation))
+    def decision(self, decision: ms.Decision) -> None:
+        """A decision of the membership; those that only pass a word on are not kept."""
+        if isinstance(decision, ms.Form):
+            fields = msgspec.to_builtins(decision)
+            self.write("generation", **fields.pop("generation"), **_without_type(fields))
+        elif isinstance(decision, ms.Start):
+            self.write("worker", workers=[decision.worker], delay_s=decision.delay_s)
+        elif isinstance(decision, ms.Fence | ms.GiveUp | ms.Leave | ms.Fail | ms.Finish):
+            name = re.sub(r"(?<!^)([A-Z])", r"_\1", type(decision).__name__).lower()
+            self.write(name, **_without_type(msgspec.to_builtins(decision)))
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _without_type(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "type"}
 
 
 class _Line(msgspec.Struct):
@@ -79,7 +91,7 @@ def _read(path: Path) -> Past:
                 continue  # damage in one line must not hide the numbers used in the others
             if line.decision == "generation":
                 last_generation = max(last_generation, line.number)
-            elif line.decision == "start":
-                starts += 1
+            elif line.decision in ("start", "worker"):
+                starts += line.decision == "start"
                 last_worker = max(last_worker, *line.workers, -1)
     return Past(last_generation, last_worker, starts)

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from rtx_distributed.elastic.generation import Generation
+from rtx_distributed.elastic.resolution import Report, Resolution
 from rtx_distributed.metrics import StepRow
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME = 64 * 1024 * 1024
 MAX_HELLO = 16 * 1024
 HEADER = struct.Struct(">I")
@@ -46,9 +47,11 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 class Ready(_Message, frozen=True, tag="ready"):
-    """The worker can take part in a generation."""
+    """The worker can take part in a generation; a newcomer can receive the state of the others, at
+    ``address`` (host:port)."""
 
     device: str
+    address: str = ""
 
 
 class Facts(_Message, frozen=True, tag="facts"):
@@ -118,6 +121,55 @@ class Fault(_Message, frozen=True, tag="fault"):
     time: float
     step: int | None
     phase: str | None
+    fatal: bool = True
+
+
+class Broken(_Message, frozen=True, tag="broken"):
+    """A collective of generation ``number`` failed. It says nothing about who is to blame."""
+
+    number: int
+    text: str
+    step: int | None
+    phase: str | None
+
+
+class Frozen(_Message, frozen=True, tag="frozen"):
+    """The answer to `Freeze`."""
+
+    number: int
+
+
+class Reported(_Message, frozen=True, tag="reported"):
+    """The worker stands still, after `AbortGeneration` or at the boundary it was asked to."""
+
+    number: int
+    report: Report
+
+
+class Received(_Message, frozen=True, tag="received"):
+    """A newcomer holds the state after ``committed`` steps, which came from ``senders`` members."""
+
+    number: int
+    committed: int
+    size: int
+    senders: int
+
+
+class Recovered(_Message, frozen=True, tag="recovered"):
+    """The worker has got through a change of the members: when (CLOCK_MONOTONIC) it began to
+    resolve, to form, to redo, and when the first step after it was committed."""
+
+    number: int
+    resolved: float
+    formed: float
+    committed: float
+
+
+class Injected(_Message, frozen=True, tag="injected"):
+    """A fault of the fault plan is about to happen."""
+
+    index: int
+    text: str
 
 
 class Signalled(_Message, frozen=True, tag="signalled"):
@@ -133,9 +185,48 @@ class Done(_Message, frozen=True, tag="done"):
 
 
 class Announce(_Message, frozen=True, tag="announce"):
-    """The generation to train in."""
+    """The generation to train in, and what to do first."""
 
     generation: Generation
+    resolution: Resolution
+
+
+class Freeze(_Message, frozen=True, tag="freeze"):
+    """Enter and accept no vote of generation ``number`` any more, and say so."""
+
+    number: int
+
+
+class AbortGeneration(_Message, frozen=True, tag="abort_generation"):
+    """All have frozen: abort the collectives of generation ``number``, drain, report."""
+
+    number: int
+
+
+class YieldRequested(_Message, frozen=True, tag="yield_requested"):
+    """Stop at the next step boundary of generation ``number`` and report."""
+
+    number: int
+
+
+class Settle(_Message, frozen=True, tag="settle"):
+    """Carry out ``resolution`` and report again: there are too few to go on."""
+
+    number: int
+    resolution: Resolution
+
+
+class Serve(_Message, frozen=True, tag="serve"):
+    """Send part ``part`` of ``parts`` of the state to ``newcomers`` ((worker, host:port) each)."""
+
+    number: int
+    part: int
+    parts: int
+    newcomers: tuple[tuple[int, str], ...]
+
+
+class Dismissed(_Message, frozen=True, tag="dismissed"):
+    """The worker's place is not needed any more: leave."""
 
 
 class StopRequested(_Message, frozen=True, tag="stop_requested"):
@@ -186,11 +277,23 @@ FromWorker = (
     | Resumed
     | ShardWritten
     | Fault
+    | Broken
+    | Frozen
+    | Reported
+    | Received
+    | Recovered
+    | Injected
     | Signalled
     | Done
 )
 ToWorker = (
     Announce
+    | Freeze
+    | AbortGeneration
+    | YieldRequested
+    | Settle
+    | Serve
+    | Dismissed
     | StopRequested
     | CheckpointPublished
     | CheckpointFailed

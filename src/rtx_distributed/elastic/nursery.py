@@ -78,11 +78,17 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._answers: asyncio.Queue[FromParent | None] = asyncio.Queue()
+        self._ended = False
 
     @property
     def pid(self) -> int | None:
         """Pid of the warm parent, which is also its session; None before `start`."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the warm parent can be asked."""
+        return self._process is not None and self._process.poll() is None and not self._ended
 
     async def start(self, *, preload: tuple[str, ...], log: Path) -> float:
         """Starts the warm parent and waits until it has imported ``preload``.
@@ -177,6 +183,7 @@ class Nursery:
             data = b""
         if not data:
             asyncio.get_running_loop().remove_reader(self._channel)
+            self._ended = True
             self._answers.put_nowait(None)
             return
         answer: FromParent = msgspec.json.decode(data, type=FromParent)

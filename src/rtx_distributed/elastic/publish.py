@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -88,6 +89,14 @@ class CheckpointCollector:
         task = asyncio.get_running_loop().create_task(self._finish(shard.step, attempt, in_order))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def drop_unfinished(self) -> None:
+        """The members have changed: what not all have written is given up. Whoever is left writes
+        anew, into another folder, and nobody writes into these any more."""
+        for attempt in self._attempts.values():
+            with contextlib.suppress(OSError):
+                self._publisher.discard(Path(attempt.folder))
+        self._attempts.clear()
 
     async def settle(self, limit_s: float) -> None:
         """Waits for what is being published."""

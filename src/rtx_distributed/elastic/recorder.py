@@ -1,8 +1,7 @@
 """Hears all members and writes the run folder's files.
 
 One object in one event loop, free of torch: in the supervisor, or in a thread of rank 0 where
-another launcher started the ranks. It owns the membership's state, journals each decision before
-anybody hears of it, and answers the members.
+another launcher started the ranks. What concerns the membership it hands to its host.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +17,6 @@ from rtx_distributed.elastic import membership as ms
 from rtx_distributed.elastic import messages as m
 from rtx_distributed.elastic.failure import Place
 from rtx_distributed.elastic.generation import Generation
-from rtx_distributed.elastic.journal import Journal
 from rtx_distributed.elastic.links import Link
 from rtx_distributed.elastic.publish import CheckpointCollector, Publisher
 from rtx_distributed.elastic.rows import RowCollector
@@ -40,14 +38,23 @@ class Host(Protocol):
     def faulted(self, worker: int, fault: m.Fault) -> None:
         """A worker reported an exception."""
 
-    def run_failed(self) -> None:
-        """The run cannot go on: the failure itself was reported before."""
+    def happened(self, event: ms.MembershipEvent) -> None:
+        """Something that concerns the membership."""
 
-    def run_finished(self) -> None:
-        """All members have finished and may leave."""
+    def heard(self, worker: int, message: m.FromWorker) -> None:
+        """A member's word about a change of the members."""
 
     def fatal(self, error: RtxError) -> None:
         """The recorder itself cannot go on."""
+
+
+@dataclass(slots=True)
+class _Person:
+    """A worker that was started and not lost."""
+
+    pid: int
+    node: str
+    ready: bool = False
 
 
 class Recorder:
@@ -55,11 +62,9 @@ class Recorder:
 
     Args:
         run_dir: the run folder, whose lock the caller holds.
-        workers: how many members form the first generation.
         console: where people look.
         host: see `Host`.
         publisher: publishes checkpoints and applies retention.
-        journal: open; its past decides which numbers come next.
         config_toml: text of ``config.toml``; None writes none.
         open_sink: called with the first step when the run goes on from there; takes the figures
             elsewhere too.
@@ -69,11 +74,9 @@ class Recorder:
         self,
         run_dir: Path,
         *,
-        workers: int,
         console: Console,
         host: Host,
         publisher: Publisher,
-        journal: Journal,
         config_toml: str | None = None,
         open_sink: OpenSink | None = None,
     ) -> None:
@@ -82,8 +85,9 @@ class Recorder:
         self._console = console
         self._publisher = publisher
         self._host = host
-        self._journal = journal
-        self._state = ms.State(expected=workers, last_number=journal.past.last_generation)
+        self._people: dict[int, _Person] = {}
+        self._generation: Generation | None = None
+        self._progressed = 0  # the last generation that has committed a step
         self._links: dict[int, Link] = {}
         self._finished = False
         self._stop: str | None = None
@@ -97,6 +101,7 @@ class Recorder:
         self._facts: m.Facts | None = None
         self._resumed: m.ResumeReady | None = None
         self._progress_started = False
+        self._evaluated: int | None = None  # the step of the last evaluation
         self._notes: set[str] = set()
         self._checkpoints = CheckpointCollector(publisher, answer=self._checkpoint_answer)
         self._handlers: Mapping[type, Callable[[int, Any], None]] = {
@@ -109,13 +114,19 @@ class Recorder:
             m.Resumed: self._on_resumed,
             m.ShardWritten: self._on_shard,
             m.Fault: lambda worker, message: self._host.faulted(worker, message),
+            m.Broken: self._host.heard,
+            m.Frozen: self._host.heard,
+            m.Reported: self._host.heard,
+            m.Received: self._host.heard,
+            m.Recovered: self._host.heard,
+            m.Injected: self._host.heard,
             m.Signalled: lambda worker, message: self._host.signalled(worker, message.signal),
             m.Done: self._on_done,
         }
 
     @property
     def generation(self) -> Generation | None:
-        return self._state.generation
+        return self._generation
 
     @property
     def finished(self) -> bool:
@@ -129,8 +140,8 @@ class Recorder:
 
     def place(self, worker: int) -> Place:
         """Where ``worker`` is, for messages."""
-        person = next((one for one in self._state.people if one.worker == worker), None)
-        generation = self._state.generation
+        person = self._people.get(worker)
+        generation = self._generation
         members = () if generation is None else generation.members
         member = next((one for one in members if one.worker == worker), None)
         known = member or person
@@ -144,15 +155,11 @@ class Recorder:
 
     # What the host tells.
 
-    def set_store(self, host: str, port: int) -> None:
-        """Where generations formed from now on meet."""
-        self._state = replace(self._state, store_host=host, store_port=port)
-
     def started(self, worker: int, *, pid: int, node: str) -> None:
         """A process was made for ``worker``."""
-        self._reduce(ms.Started(worker, pid, node))
+        self._people[worker] = _Person(pid, node)
 
-    def lost(self, worker: int, *, cause: str, step: int | None, follow_on: bool) -> None:
+    def lost(self, worker: int, *, cause: str, step: int | None, **fields: Any) -> None:
         """``worker`` ended, or failed, before its work was done."""
         place = self.place(worker)
         self.event(
@@ -162,9 +169,23 @@ class Recorder:
             pid=place.pid,
             rank=place.rank,
             cause=cause,
-            follow_on=follow_on,
+            **fields,
         )
-        self._reduce(ms.Lost(worker, cause))
+        self._people.pop(worker, None)
+
+    def formed(self, form: ms.Form) -> None:
+        """A generation, which is in the journal, begins: its members hear of it."""
+        self._generation = form.generation
+        self._checkpoints.drop_unfinished()
+        self._files.workers(form.generation)
+        self.event("generation", world_size=form.generation.world_size, cause=form.cause)
+        for member in form.generation.members:
+            self.send(member.worker, m.Announce(form.generation, form.resolution))
+
+    def finish(self) -> None:
+        """All members have finished: they may leave."""
+        self._finished = True
+        self._broadcast(m.Farewell())
 
     def request_stop(self, reason: str) -> None:
         """Asks all members, also those that connect later, to stop at the next step boundary."""
@@ -177,9 +198,9 @@ class Recorder:
         """Tells all members that the run ends: whoever waits for an answer need not any more."""
         self._broadcast(m.Abort(reason))
 
-    def event(self, name: str, /, **fields: Any) -> None:
-        """Adds a line to ``events.jsonl``."""
-        generation = self._state.generation
+    def event(self, name: str, /, *, tell: bool = False, **fields: Any) -> None:
+        """Adds a line to ``events.jsonl``; ``tell``: and says it on the console."""
+        generation = self._generation
         line = {
             "time": time.time(),
             "event": name,
@@ -189,7 +210,10 @@ class Recorder:
             "pid": None,
             "cause": None,
         }
-        self._files.event(line | fields)
+        line |= fields
+        self._files.event(line)
+        if tell:
+            self._console.event(f"{name}: {fields}")
 
     async def settle(self, limit_s: float) -> None:
         """Waits until no checkpoint is being published, ``limit_s`` at most."""
@@ -208,7 +232,6 @@ class Recorder:
         if orderly:
             self._files.workers(None)
         self._files.close()
-        self._journal.close()
 
     # What the links tell.
 
@@ -228,7 +251,7 @@ class Recorder:
 
     def knows(self, worker: int) -> bool:
         """Whether ``worker`` was started and not lost, or is connected."""
-        return worker in self._links or any(one.worker == worker for one in self._state.people)
+        return worker in self._links or worker in self._people
 
     def rejected(self, reason: str) -> None:
         """Something came over a connection that is no message of ours."""
@@ -250,16 +273,18 @@ class Recorder:
             self._host.fatal(wrapped)
 
     def _on_ready(self, worker: int, message: m.Ready) -> None:
-        first = all(person.device is None for person in self._state.people)
-        self._reduce(ms.Ready(worker, message.device))
-        if first and self._state.generation is None:
+        first = not any(person.ready for person in self._people.values())
+        if worker in self._people:
+            self._people[worker].ready = True
+        self._host.happened(ms.Ready(worker, message.device, message.address))
+        if first and self._generation is None:
             asyncio.get_running_loop().call_later(_ABSENT_S, self._say_who_is_awaited)
 
     def _say_who_is_awaited(self) -> None:
         """Somebody works on alone (it prepares data for all): that has no time limit."""
-        people = sorted(self._state.people, key=lambda person: person.worker)
-        absent = [rank for rank, person in enumerate(people) if person.device is None]
-        if absent and self._state.generation is None and not self._state.failed:
+        people = sorted(self._people.items())
+        absent = [rank for rank, (_, person) in enumerate(people) if not person.ready]
+        if absent and self._generation is None:
             self._console.note(f"the others wait for {format_ranks(absent)} (no time limit)")
 
     def _on_facts(self, worker: int, facts: m.Facts) -> None:
@@ -275,6 +300,10 @@ class Recorder:
         now = asyncio.get_running_loop().time()
         self._rows.add(message.row, now=now)
         self._write_rows(now=now)
+        number = message.row.generation
+        if self._generation is not None and self._progressed < number == self._generation.number:
+            self._progressed = number
+            self._host.happened(ms.Progressed(number))
 
     def _write_rows(self, *, now: float) -> None:
         for rows in self._rows.take(now=now):
@@ -305,6 +334,11 @@ class Recorder:
 
     def _on_event(self, worker: int, message: m.Event) -> None:
         place = self.place(worker)
+        if message.name == "evaluation":
+            # Done again with other members, it is one evaluation.
+            if self._evaluated == message.fields.get("step"):
+                return
+            self._evaluated = message.fields.get("step")
         self.event(message.name, **({"worker": worker, "pid": place.pid} | message.fields))
         if message.name == "evaluation":
             loss = message.fields.get("loss")
@@ -328,7 +362,7 @@ class Recorder:
         elif answer.step != message.step:
             text = f"one member resumes at step {answer.step}, another at {message.step}"
             answer = m.ResumeReady(message.step, 0, text)
-        self._send(worker, answer)
+        self.send(worker, answer)
 
     def _cut_back(self, message: m.Resumed) -> m.ResumeReady:
         try:
@@ -346,6 +380,7 @@ class Recorder:
             )
         self._files.config()
         self._rows.restart(message.step)
+        self._evaluated = None
         self._previous_commit = None
         self._last_step = message.step - 1 if message.step else None
         for broken in message.passed_over:
@@ -364,7 +399,7 @@ class Recorder:
         return m.ResumeReady(message.step, dropped, None)
 
     def _on_shard(self, worker: int, message: m.ShardWritten) -> None:
-        generation = self._state.generation
+        generation = self._generation
         if generation is None:
             raise ValueError("a shard before the first generation")
         self._checkpoints.add(worker, message, members=generation.members)
@@ -384,33 +419,10 @@ class Recorder:
 
     def _on_done(self, worker: int, message: m.Done) -> None:
         self.summaries[worker] = message.summary
-        self._reduce(ms.Left(worker))
+        self._host.happened(ms.Left(worker))
 
-    # Membership.
-
-    def _reduce(self, event: ms.MembershipEvent) -> None:
-        self._state, decisions = ms.reduce(self._state, event)
-        for decision in decisions:
-            if isinstance(decision, ms.Form):
-                self._form(decision.generation)
-            elif isinstance(decision, ms.Finish):
-                self._finished = True
-                self._broadcast(m.Farewell())
-                self._host.run_finished()
-            else:
-                self._host.run_failed()
-
-    def _form(self, generation: Generation) -> None:
-        try:
-            self._journal.generation(generation)
-        except OSError as error:
-            raise RtxError(f"a generation cannot be journalled: {error}") from error
-        self._files.workers(generation)
-        self.event("generation", world_size=generation.world_size, cause="start")
-        for member in generation.members:
-            self._send(member.worker, m.Announce(generation))
-
-    def _send(self, worker: int, message: Any) -> None:
+    def send(self, worker: int, message: Any) -> None:
+        """Sends to one member; lost without a word where it is not connected."""
         link = self._links.get(worker)
         if link is not None:
             link.send(message)

@@ -12,7 +12,9 @@ import threading
 import time
 from pathlib import Path
 
+from rtx_distributed.elastic import membership as ms
 from rtx_distributed.elastic import messages as m
+from rtx_distributed.elastic.coordinator import Coordinator, Take
 from rtx_distributed.elastic.failure import Failure, first_of, from_fault, is_echo
 from rtx_distributed.elastic.folder import RunLock
 from rtx_distributed.elastic.journal import Journal
@@ -108,15 +110,14 @@ class RecorderThread:
 
     async def _open(self) -> None:
         self._publisher.clean()
-        journal = Journal(self._run_dir / "journal.jsonl")
-        self.first_worker = journal.past.last_worker + 1
+        self._journal = Journal(self._run_dir / "journal.jsonl")
+        self._coordinator = Coordinator(self._journal)
+        self.first_worker = self._journal.past.last_worker + 1
         self._recorder = Recorder(
             self._run_dir,
-            workers=self._workers,
             console=self._console,
             host=self,
             publisher=self._publisher,
-            journal=journal,
             config_toml=self._config_toml,
             open_sink=self._open_sink,
         )
@@ -124,7 +125,8 @@ class RecorderThread:
         self._server = await self._loop.create_server(self._link, self._host, 0)
         name = self._server.sockets[0].getsockname()
         self.address = (str(name[0]), int(name[1]))
-        journal.start([self.first_worker + rank for rank in range(self._workers)])
+        # The launcher starts them; the numbers are those that the first decisions name.
+        self._coordinator.take(Take(ms.State(target=self._workers), fresh=True))
         self._recorder.event("start", workers=self._workers, pid=os.getpid(), cause="start")
 
     def _link(self) -> Link:
@@ -157,12 +159,14 @@ class RecorderThread:
             exit_code=exit_code,
             cause=cause,
         )
+        self._journal.close()
         self._loop.call_soon(self._loop.stop)
 
     # What the links tell; the recorder learns of a worker by its connection.
 
     def connected(self, hello: m.Hello, link: Link) -> None:
         self._recorder.started(hello.worker, pid=hello.pid, node=hello.node)
+        self.happened(ms.Started(hello.worker, hello.pid, hello.node))
         self._recorder.connected(hello, link)
 
     def receive(self, worker: int, message: m.FromWorker) -> None:
@@ -196,11 +200,21 @@ class RecorderThread:
         failure = from_fault(fault, self._recorder.place(worker), time=time.monotonic())
         self._fail(failure)
 
-    def run_failed(self) -> None:
-        self._recorder.abort("the run ends: another worker failed")
+    def happened(self, event: ms.MembershipEvent) -> None:
+        try:
+            decisions = self._coordinator.happened(event)
+        except OSError as error:
+            raise RtxError(f"a decision cannot be journalled: {error}") from error
+        for decision in decisions:
+            if isinstance(decision, ms.Form):
+                self._recorder.formed(decision)
+            elif isinstance(decision, ms.Finish):
+                self._recorder.finish()
+            elif isinstance(decision, ms.Fail):
+                self._recorder.abort("the run ends: another worker failed")
 
-    def run_finished(self) -> None:
-        """Nothing to do: the ranks end as their launcher wants."""
+    def heard(self, worker: int, message: m.FromWorker) -> None:
+        """Nothing is elastic here, so nobody has anything to say."""
 
     def fatal(self, error: RtxError) -> None:
         self._console.error(str(error))
@@ -217,6 +231,7 @@ class RecorderThread:
             step=failure.step,
             follow_on=is_echo(failure, self._failures),
         )
+        self.happened(ms.Lost(failure.worker, failure.cause))
 
 
 def serve_in_thread(

@@ -31,6 +31,9 @@ class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True):
         supervisor: pid that the child waits to become a child of.
         token: the job's token.
         entry: ``module:function`` that a worker calls with its control and payload.
+        elastic: members may be lost, and others come.
+        founder: begins with the others, and receives no state.
+        fired: entries of the fault plan that have acted before.
         payload: msgpack of what the entry gets.
         log: file for the child's output.
         environment: variables to set; None takes one away.
@@ -44,6 +47,9 @@ class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True):
     supervisor: int
     token: str
     entry: str
+    elastic: bool
+    founder: bool
+    fired: list[str]
     payload: bytes
     log: str
     environment: dict[str, str | None]

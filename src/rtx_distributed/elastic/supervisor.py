@@ -18,13 +18,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from rtx_distributed.elastic import membership as ms
 from rtx_distributed.elastic import messages as m
+from rtx_distributed.elastic.conductor import Conductor
 from rtx_distributed.elastic.control import STOP_SIGNALS
 from rtx_distributed.elastic.crew import Crew, Worker
 from rtx_distributed.elastic.failure import Failure, first_of, from_death, from_fault, is_echo
 from rtx_distributed.elastic.folder import RunLock
 from rtx_distributed.elastic.job import Job, Outcome
-from rtx_distributed.elastic.journal import Journal
 from rtx_distributed.elastic.nursery import NurseryError
 from rtx_distributed.elastic.processes import (
     become_subreaper,
@@ -39,6 +40,10 @@ from rtx_distributed.metrics import Console, make_console
 
 _SETTLE_S = 0.7
 _LEAVE_S = 10.0
+_IN_STEP = frozenset(
+    {"body", "data", "forward", "backward", "reduce", "vote", "optimizer"}
+    | {"evaluation", "checkpoint"}
+)
 _WAITING = frozenset({"meeting", "reduce", "vote", "evaluation", "checkpoint"})
 _LEAVER_TURNS = 5  # seconds in one place beside a member that has left
 _PUBLISH_S = 60.0
@@ -98,25 +103,28 @@ class _Supervisor:
         self._failures: list[Failure] = []
         self._stopping = _Stopping()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._failed = False
+        self._hung: dict[int, str] = {}  # by worker: why it was ended
+        self._tail: Tail | None = None
         self._publisher = job.publisher
-        self._journal = Journal(job.run_dir / "journal.jsonl")
         self._recorder = Recorder(
             job.run_dir,
-            workers=job.workers,
             console=console,
             host=self,
             publisher=self._publisher,
-            journal=self._journal,
             config_toml=job.config_toml,
             open_sink=job.open_sink,
         )
         self._crew = Crew(
             job,
-            first_worker=self._journal.past.last_worker + 1,
             recorder=self._recorder,
             on_death=self._on_death,
+            on_store=self._on_store,
             on_store_death=self._on_store_death,
             on_signal=self._on_signal,
+        )
+        self._conductor = Conductor(
+            job, owner=self, recorder=self._recorder, crew=self._crew, console=console
         )
 
     async def run(self) -> Outcome:
@@ -126,13 +134,9 @@ class _Supervisor:
         spared = {(stat.pid, stat.start_ticks) for stat in children_of(os.getpid())}
         become_subreaper()
         handled = self._take_signals(loop)
-        tail: Tail | None = None
         try:
-            if self._job.forward_rank0_output:
-                tail = Tail(self._crew.log_of(self._crew.numbers[0]), sys.stdout)
-                self._start(tail.follow())
-            self._start(self._launch())
-            self._start(self._watch_leavers())
+            self.spawn(self._launch())
+            self.spawn(self._watch_leavers())
             outcome = await self._ending
             # A checkpoint on its way is not given up, unless the user wants the end at once.
             await self._recorder.settle(_PUBLISH_S if outcome.exit_code != 130 else 1.0)
@@ -143,10 +147,11 @@ class _Supervisor:
                 sessions=self._crew.sessions, spared=spared, limit_s=_LAST_RESORT_S
             )
             await self._crew.close()
+            self._conductor.close()
             for number in handled:
                 loop.remove_signal_handler(number)
-        if tail is not None:
-            tail.drain()
+        if self._tail is not None:
+            self._tail.drain()
         if left:
             self._console.warning(f"{left} processes of the run cannot be ended by SIGKILL")
         self._recorder.close(
@@ -159,19 +164,23 @@ class _Supervisor:
 
     async def _launch(self) -> None:
         """Starts everything and waits for the end of the workers."""
-        numbers = self._crew.numbers
-        self._journal.start(numbers)
-        self._recorder.event("start", workers=len(numbers), pid=os.getpid(), cause="start")
+        self._recorder.event("start", workers=self._job.workers, pid=os.getpid(), cause="start")
         try:
-            await self._crew.start()
+            await self._conductor.start()
         except RtxError as error:
             self._end(Outcome(error.exit_code, str(error)))
             return
         if self._stopping.reason is not None:
             self._recorder.request_stop(self._stopping.reason)
-        await self._crew.all_ended()
-        if self._recorder.finished and not self._failures:
-            self._end(self._outcome_of_summaries())
+
+    def formed(self, rank0: int) -> None:
+        if self._tail is not None:
+            self._tail.move_to(self._crew.log_of(rank0))
+
+    def asked_for(self, worker: int) -> None:
+        if self._tail is None and self._job.forward_rank0_output:
+            self._tail = Tail(self._crew.log_of(worker), sys.stdout)
+            self.spawn(self._tail.follow())
 
     def _outcome_of_summaries(self) -> Outcome:
         summaries = self._recorder.summaries
@@ -195,7 +204,7 @@ class _Supervisor:
         if not self._ending.done():
             self._ending.set_result(outcome)
 
-    def _start(self, body: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, body: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(body)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_end)
@@ -250,7 +259,7 @@ class _Supervisor:
             f"(within {self._job.grace_s:g} s)"
         )
         self._recorder.request_stop(self._stopping.reason)
-        self._start(self._after(self._job.grace_s, self._grace_over))
+        self.spawn(self._after(self._job.grace_s, self._grace_over))
 
     def _stop_before_workers(self) -> None:
         newest = self._publisher.newest()
@@ -289,10 +298,18 @@ class _Supervisor:
             f"rank {place.rank} on {place.node} {cause}: its script has ended (by sys.exit, or "
             f"out of its loop), and another waits for it: {waits}"
         )
-        self._fail(Failure(time=time.monotonic(), worker=leaver, text=text, cause=cause, step=step))
+        failure = Failure(time=time.monotonic(), worker=leaver, text=text, cause=cause, step=step)
+        self._failures.append(failure)
+        self._recorder.lost(leaver, cause=cause, step=step)
+        self.run_failed(leaver, cause)
 
     def run_finished(self) -> None:
-        self._start(self._after(_LEAVE_S, self._end_stragglers))
+        self.spawn(self._end_when_all_have())
+        self.spawn(self._after(_LEAVE_S, self._end_stragglers))
+
+    async def _end_when_all_have(self) -> None:
+        await self._crew.all_ended()
+        self._end(self._outcome_of_summaries())
 
     def _end_stragglers(self) -> None:
         alive = [worker for worker in self._crew.workers.values() if worker.alive]
@@ -322,13 +339,39 @@ class _Supervisor:
 
     # Failures.
 
-    def faulted(self, worker: int, fault: m.Fault) -> None:
-        self._fail(from_fault(fault, self._recorder.place(worker)))
+    def happened(self, event: ms.MembershipEvent) -> None:
+        self._conductor.happened(event)
 
-    def run_failed(self) -> None:
-        """The first failure: others get a short time to say theirs, which may be the earlier."""
+    def heard(self, worker: int, message: m.FromWorker) -> None:
+        self._conductor.heard(worker, message)
+
+    def faulted(self, worker: int, fault: m.Fault) -> None:
+        failure = from_fault(fault, self._recorder.place(worker))
+        if self._job.elastic is None:
+            self._fail(failure)
+            return
+        self._failures.append(failure)
+        in_step = fault.step is not None and fault.phase in _IN_STEP
+        self._conductor.faulted(
+            worker,
+            cause=failure.cause,
+            step=fault.step if in_step else None,
+            fatal=fault.fatal or fault.exit_code == 2,
+        )
+
+    def run_failed(self, worker: int, cause: str) -> None:
+        """The failure counts that came first: others get a short time to say theirs."""
+        self._failed = True
+        if self._job.elastic is not None:
+            # Earlier ones were survived; the last word of the one to blame is what counts.
+            own = [failure for failure in self._failures if failure.worker == worker]
+            place = self._recorder.place(worker)
+            text = f"{place.at(self._recorder.last_step, None)}: {cause}"
+            self._failures = own[-1:] or [
+                Failure(time=time.monotonic(), worker=worker, text=text, cause=cause)
+            ]
         self._recorder.abort("the run ends: another worker failed")
-        self._start(self._after(_SETTLE_S, self._end_by_failure))
+        self.spawn(self._after(_SETTLE_S, self._end_by_failure))
 
     def fatal(self, error: BaseException) -> None:
         text = str(error)
@@ -339,28 +382,45 @@ class _Supervisor:
 
     def _on_death(self, worker: Worker, code: int | None) -> None:
         """A worker's process ended."""
-        if any(failure.worker == worker.number for failure in self._failures):
-            self._end_if_all_ended()
-            return
+        known = [failure for failure in self._failures if failure.worker == worker.number]
         if self._recorder.finished:
-            if code not in (0, None):
+            if code not in (0, None) and not known:
                 place = self._recorder.place(worker.number)
                 failure = from_death(code, place, time=0.0, step=None, phase="end")
                 self._console.warning(f"after the end of training, {failure.text}")
             return
+        if self._job.elastic is not None and not self._failed:
+            self._lost(worker, code, known)
+        elif not known:
+            self._fail(self._death(worker, code))
+        if self._failed and not self._crew.alive:
+            self._end_by_failure()
+
+    def _death(self, worker: Worker, code: int | None) -> Failure:
         phase, step = worker.board.read()
-        self._fail(
-            from_death(
-                code,
-                self._recorder.place(worker.number),
-                time=worker.ended_at,
-                step=step,
-                phase=phase,
-            )
+        place = self._recorder.place(worker.number)
+        return from_death(code, place, time=worker.ended_at, step=step, phase=phase)
+
+    def _lost(self, worker: Worker, code: int | None, known: list[Failure]) -> None:
+        """The others go on without it."""
+        left = self._conductor.membership.find(worker.number)
+        if left is not None and left.leaving and code == 0:
+            self._conductor.lost(worker.number, "it was let go")
+            return
+        failure = known[-1] if known else self._death(worker, code)
+        if not known:
+            self._failures.append(failure)
+        self._recorder.lost(
+            worker.number,
+            cause=self._hung.get(worker.number, failure.cause),
+            step=failure.step,
+            phase=failure.phase,
         )
-        self._end_if_all_ended()
+        self._console.event(failure.text)
+        self._conductor.lost(worker.number, failure.cause)
 
     def _fail(self, failure: Failure) -> None:
+        """The first loss ends the run."""
         if self._recorder.finished:
             self._console.warning(f"after the end of training, {failure.text}")
             return
@@ -371,10 +431,7 @@ class _Supervisor:
             step=failure.step,
             follow_on=is_echo(failure, self._failures),
         )
-
-    def _end_if_all_ended(self) -> None:
-        if self._failures and not self._crew.alive:
-            self._end_by_failure()
+        self.happened(ms.Lost(failure.worker, failure.cause))
 
     def _end_by_failure(self) -> None:
         first = first_of(self._failures)
@@ -390,6 +447,13 @@ class _Supervisor:
             )
         )
 
+    def _on_store(self, host: str, port: int) -> None:
+        self._conductor.store_at(host, port)
+
     def _on_store_death(self, code: int | None) -> None:
-        if not self._recorder.finished:
+        if self._recorder.finished:
+            return
+        if self._job.elastic is not None:
+            self._conductor.store_ended()
+        else:
             self.fatal(NurseryError(f"the process of the key-value store ended (status {code})"))

@@ -27,6 +27,16 @@ class Tail:
         self._ended = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def move_to(self, path: Path) -> None:
+        """Goes on with what is appended to ``path`` from now on."""
+        if path == self._path:
+            return
+        self.drain()
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+        self._ended = False
+        self._decoder.reset()
+
     async def follow(self) -> None:
         """Copies until cancelled."""
         while True:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import msgspec
 
 from rtx_distributed.elastic.board import Board
-from rtx_distributed.elastic.control import Control
+from rtx_distributed.elastic.control import Control, Dismissed
 from rtx_distributed.elastic.spawn import SpawnRequest, settle, unblock_signals
 from rtx_distributed.elastic.tail import LAST_WORDS
 from rtx_distributed.errors import RankError, RtxError
@@ -40,6 +40,9 @@ def run_worker(request: SpawnRequest, descriptor: int, board_descriptor: int) ->
         worker=request.worker,
         supervised=True,
         board=board,
+        elastic=request.elastic,
+        founder=request.founder,
+        fired=request.fired,
     )
     unblock_signals()
     with _warnings_reported(control):
@@ -54,6 +57,8 @@ def _call(control: Control, request: SpawnRequest) -> int:
         entry = load_entry(request.entry)
         entry(control, msgspec.msgpack.decode(request.payload))
         control.done()
+    except Dismissed as leaving:
+        sys.stderr.write(f"{leaving}\n")
     except BaseException as error:
         # The full story goes to this worker's log; the console shows one line of it.
         sys.stdout.flush()

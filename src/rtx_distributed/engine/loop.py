@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rtx_distributed.balance import Assignment, even_shares
 from rtx_distributed.comm import Communicator
 from rtx_distributed.data.plan import Slot
+from rtx_distributed.elastic.gate import Gate
+from rtx_distributed.elastic.resolution import Resolution
 from rtx_distributed.engine.evaluate import Evaluation
+from rtx_distributed.engine.guards import EarlyStop
 from rtx_distributed.engine.rows import RowMaker
-from rtx_distributed.engine.seams import Plan, SlotSource
+from rtx_distributed.engine.seams import Members, Plan, SlotSource
 from rtx_distributed.engine.step import Outcome, RunState, Step, StepContext
-from rtx_distributed.errors import CommError
+from rtx_distributed.errors import CommError, RtxError
+
+# How much of what follows a commit is done.
+_EVALUATED, _BOUNDARY_DONE = 1, 2
 
 Ending = Literal["done", "stopped", "early", "already"]
 
@@ -39,11 +45,12 @@ class Intervals:
 
 @dataclass(slots=True)
 class Loop:
-    """Runs a plan from ``state`` on, in one generation. A plan that has been run to its end is
-    neither saved nor evaluated again.
+    """Runs a plan from ``state`` on. A plan that has been run to its end is neither saved nor
+    evaluated again.
 
     ``for step in loop.steps(): ...`` yields a step, and commits it when the next one is asked for.
-    A step that was dropped is yielded again, with the same samples.
+    A step that was dropped is yielded again, with the same samples. With ``members`` the loop goes
+    through their losses and changes; without, a failed collective ends it.
     """
 
     context: StepContext
@@ -54,11 +61,23 @@ class Loop:
     boundary: Boundary | None = None
     intervals: Intervals = field(default_factory=Intervals)
     on_commit: Callable[[Outcome], None] | None = None
+    members: Members | None = None
+    numbers_of: Callable[[RunState], dict[str, Any]] | None = None
     ending: Ending | None = field(init=False, default=None)
     last: Outcome | None = field(init=False, default=None)
     evaluation: Evaluation | None = field(init=False, default=None)
-    _saved: int = field(init=False, default=-1)
+    _saved: tuple[int, int] = field(init=False, default=(-1, -1))
+    _judged: int = field(init=False, default=-1)
+    _early: EarlyStop = field(init=False, default_factory=lambda: EarlyStop(None))
+    _open: Step | None = field(init=False, default=None)
+    _attempt: int = field(init=False, default=0)
+    _entered: bool = field(init=False, default=False)
+    _due: bool = field(init=False, default=False)
     _checked: tuple[int, ...] = field(init=False, default=())
+
+    @property
+    def _gate(self) -> Gate:
+        return self.context.gate
 
     @property
     def communicator(self) -> Communicator:
@@ -89,20 +108,43 @@ class Loop:
         if self.state.step and self.state.step >= self.plan.steps:
             self.ending = "already"
             return
-        attempt = 0
-        stream = self.source.batches(self._my_slots(self.state.step))
-        if self.state.step < self.plan.steps and self._stop_wanted():
+        if self._gate.committed is None:
+            self._gate.stand(self.state.step, boundary=_BOUNDARY_DONE)
+        while True:
+            planned = False
+            try:
+                if (yield from self._in_generation()):
+                    return
+                planned = True
+            except CommError as error:
+                if self.members is None:
+                    raise
+                self.members.broke(error)
+            except Exception as error:
+                if self.members is None or self._gate.torn:
+                    raise
+                self.members.failed(error)
+            self._regroup(planned=planned)
+
+    def _in_generation(self) -> Generator[Step, None, bool]:
+        """The steps that one generation takes. True: the run is over; False: the members change."""
+        self._checked = ()
+        if not self._entered and self.state.step < self.plan.steps and self._stop_wanted():
             self._stop()
-            return
+            return True
+        self._entered = True
+        if self._due and (left := self._at_boundary()) is not None:
+            return left
+        stream = self.source.batches(self._my_slots(self.state.step))
         while self.state.step < self.plan.steps:
             slots = self.plan.slots(self.state.step)
             assignment = self.assignment(slots)
             self._agree_on(assignment)
             started = time.perf_counter()
-            step = Step(
+            step = self._open = Step(
                 self.context,
                 self.state,
-                attempt=attempt,
+                attempt=self._attempt,
                 slots=slots,
                 assignment=assignment,
                 stream=stream,
@@ -111,17 +153,73 @@ class Loop:
             self.context.control.phase("body", self.state.step)
             yield step
             outcome = step.finish()
-            self.last = outcome
+            self._conclude(step, outcome, time.perf_counter() - started)
             if outcome.kind == "redo":
-                attempt += 1
-                self._say_redo(outcome)
                 stream = self.source.batches(self._my_slots(self.state.step))
-                continue
-            attempt = 0
-            self._record(step, outcome, time.perf_counter() - started)
-            if self._at_boundary(outcome):
-                return
+            elif (left := self._at_boundary(outcome)) is not None:
+                return left
         self._finish()
+        return True
+
+    def _conclude(self, step: Step, outcome: Outcome, seconds: float) -> None:
+        """What became of an attempt is now this loop's state."""
+        self._open = None
+        self.last = outcome
+        if outcome.kind == "redo":
+            self._attempt += 1
+            self._say_redo(outcome)
+            return
+        self._attempt = 0
+        self._due = True
+        self._record(step, outcome, seconds)
+
+    # A change of the members.
+
+    def _regroup(self, *, planned: bool) -> None:
+        """Stands still until other members, or the same again, go on."""
+        assert self.members is not None
+        # Yields that only some ranks saw are asked for again.
+        self.ending = None
+        found = self.members.regroup(self, planned=planned)
+        self.context = replace(self.context, communicator=found.communicator)
+        self.rows = found.rows
+        self.enter(found.resolution)
+
+    def begin(self, state: RunState) -> None:
+        """Goes on from ``state``, at a step that nobody has begun."""
+        self.state = state
+        self._open = None
+        self._attempt = 0
+        self._due = self._entered = False
+        self._gate.stand(state.step, boundary=_BOUNDARY_DONE)
+
+    def enter(self, resolution: Resolution) -> None:
+        """Goes on where all members of a generation agree to; a newcomer begins there."""
+        self._open = None
+        self._attempt = resolution.attempt
+        self._due = resolution.action == "apply" or resolution.boundary < _BOUNDARY_DONE
+        boundary = 0 if resolution.action == "apply" else resolution.boundary
+        self._entered = True
+        self._gate.stand(self.state.step, attempts=self._attempt, boundary=boundary)
+
+    def carry_out(self, resolution: Resolution) -> None:
+        """Applies the step under way, if this rank has not, or gives it up."""
+        step = self._open
+        if resolution.action == "apply" and self.state.step == resolution.step:
+            if step is None:
+                raise RtxError(f"step {resolution.step} was to be applied, and is not under way")
+            self._conclude(step, step.roll_forward(), 0.0)
+        elif resolution.action == "redo":
+            if step is not None:
+                self.context.layout.drop()
+            self._gate.stand(
+                self.state.step, attempts=resolution.attempt, boundary=resolution.boundary
+            )
+        self._open = None
+
+    def numbers(self) -> dict[str, Any]:
+        assert self.numbers_of is not None
+        return self.numbers_of(self.state)
 
     def _agree_on(self, assignment: Assignment) -> None:
         """Whenever shares change, their hash is reduced before the first backward: two ranks can
@@ -140,6 +238,8 @@ class Loop:
         self.state = outcome.state
         row = self.rows.make(step, outcome, seconds=seconds, clock=self.context.clock)
         self.context.control.committed(row)
+        if self.members is not None:
+            self.members.committed()
         if outcome.kind == "skipped" and outcome.tokens:
             self._say_skip(step.index, outcome)
         if self.on_commit is not None:
@@ -167,26 +267,35 @@ class Loop:
             )
             self.context.control.event("step_redone", step=index)
 
-    def _at_boundary(self, outcome: Outcome) -> bool:
-        """Evaluation, checkpoint and stop after a commit. True: leave the loop."""
-        done = self.state.step
-        if outcome.yields > 0:
+    def _at_boundary(self, outcome: Outcome | None = None) -> bool | None:
+        """Change of members, stop, evaluation and checkpoint after a commit, as far as they are
+        due. None: train on; True: leave the loop; False: the members change."""
+        done, gate = self.state.step, self._gate
+        if outcome is not None and outcome.yields > 0:
             self._stop()
             return True
-        if done == self.plan.steps:
+        if outcome is not None and outcome.changes > 0 and self.members is not None:
             return False
-        if self.intervals.evaluate and done % self.intervals.evaluate == 0:
-            if not self._evaluate():
+        if done == self.plan.steps:
+            return None
+        if gate.boundary < _EVALUATED:
+            if self.intervals.evaluate and done % self.intervals.evaluate == 0:
+                if not self._evaluate():
+                    self._stop()
+                    return True
+                if self.state.early.reached:
+                    self.ending = "early"
+                    self._save()
+                    return True
+            gate.boundary = _EVALUATED
+        if gate.boundary < _BOUNDARY_DONE:
+            every = self.intervals.checkpoint
+            if every and done % every == 0 and self._save():
                 self._stop()
                 return True
-            if self.state.early.reached:
-                self.ending = "early"
-                self._save()
-                return True
-        if self.intervals.checkpoint and done % self.intervals.checkpoint == 0 and self._save():
-            self._stop()
-            return True
-        return False
+            gate.boundary = _BOUNDARY_DONE
+        self._due = False
+        return None
 
     def _evaluate(self) -> bool:
         """False: a stop was asked for meanwhile, and the evaluation given up by all."""
@@ -199,15 +308,20 @@ class Loop:
             return False
         self.evaluation = result
         if result.loss is not None:
-            self.state = replace(self.state, early=self.state.early.after(result.loss))
+            # Done again with other members, it counts once.
+            if self._judged != self.state.step:
+                self._judged, self._early = self.state.step, self.state.early
+            self.state = replace(self.state, early=self._early.after(result.loss))
         return True
 
     def _save(self) -> bool:
         """Saves unless this step is saved already; True if a stop was asked for meanwhile."""
-        if self.boundary is None or self._saved == self.state.step:
+        where = (self.state.step, self.communicator.generation)
+        if self.boundary is None or self._saved == where:
             return False
-        self._saved = self.state.step
-        return self.boundary.save(self.state)
+        stop = self.boundary.save(self.state)
+        self._saved = where
+        return stop
 
     def _stop(self) -> None:
         self.ending = "stopped"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,12 +17,13 @@ import torch
 from rtx_distributed.balance import Assignment
 from rtx_distributed.comm import Communicator
 from rtx_distributed.data.plan import Slot
+from rtx_distributed.elastic.gate import Gate, Interrupted
 from rtx_distributed.engine import vote
 from rtx_distributed.engine.guards import EarlyStop, LossScale, NonFinitePolicy, decide
 from rtx_distributed.engine.rng import compute_seed, seed_streams
 from rtx_distributed.engine.schedule import Schedule
 from rtx_distributed.engine.seams import RunControl
-from rtx_distributed.errors import CommError, ConfigError, NonFiniteError
+from rtx_distributed.errors import CommError, ConfigError, NonFiniteError, RtxError
 from rtx_distributed.metrics import PhaseClock
 from rtx_distributed.parallel import Precision, Reduced, Replicate, StepSums
 
@@ -62,9 +63,10 @@ class Outcome:
     tokens: int
     samples: int
     nonfinite_ranks: tuple[int, ...]
-    yields: int
+    yields: int  # ranks that were asked to stop
     exposed_s: float
     commit_time: float
+    changes: int = 0  # ranks that were asked to let the members change
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,9 @@ class StepContext:
     settings: StepSettings
     control: RunControl
     clock: PhaseClock
+    gate: Gate = field(default_factory=Gate)
+    poisons: Callable[[int], bool] | None = None  # a fault to be injected: the loss is a NaN
+    holds_failures: bool = False  # until the commit, where the loop can have the step done again
 
 
 class Step:
@@ -113,7 +118,9 @@ class Step:
         self._visited = 0
         self._backwards = 0
         self._open = False
-        self._started = time.perf_counter()
+        self._failure: Exception | None = None
+        self._reduced: Reduced | None = None
+        context.gate.begin(attempt)
         context.clock.take()
         context.layout.begin()
 
@@ -121,7 +128,8 @@ class Step:
         """The batches of this rank's slots, on the device; may be none.
 
         Before each, the random streams are seeded for the slot and the model's buffers are put
-        back to the committed ones.
+        back to the committed ones. Ends early where the step cannot be committed any more: it is
+        then yielded again.
         """
         context = self._context
         if self._visited or self._open:
@@ -129,12 +137,15 @@ class Step:
                 "`step.slots` was iterated twice in one step; a slot is computed once"
             )
         for position, slot in enumerate(self.mine):
-            context.control.phase("data", self.index)
-            with context.clock.phase("data"):
-                got, batch = next(self._stream, (None, None))
-                if got != slot:
-                    raise CommError(f"the loader served slot {got} where {slot} was due")
-                batch = to_device(batch, context.device)
+            if context.gate.frozen:
+                self._failure = self._failure or Interrupted("the members change")
+            if self._failure is not None:
+                return
+            try:
+                batch = self._fetch(slot)
+            except Exception as error:
+                self._hold(error)
+                return
             seed_streams(compute_seed(slot.seed))
             context.layout.begin_slot(last=position == len(self.mine) - 1)
             self._open = True
@@ -145,6 +156,30 @@ class Step:
             self._visited += 1
             self._sums.samples += len(slot.sample_ids)
             context.layout.end_slot(slot.index)
+
+    def _fetch(self, slot: Slot) -> Any:
+        context = self._context
+        context.control.phase("data", self.index)
+        with context.clock.phase("data"):
+            got, batch = next(self._stream, (None, None))
+            if got != slot:
+                raise CommError(f"the loader served slot {got} where {slot} was due")
+            return to_device(batch, context.device)
+
+    @contextlib.contextmanager
+    def body(self) -> Iterator[None]:
+        """Around the body of a loop of ours: what it raises is this step's failure, and is dealt
+        with where the step would be committed."""
+        try:
+            yield
+        except Exception as error:
+            self._hold(error)
+
+    def _hold(self, error: Exception) -> None:
+        """The slots end here, and the step is not committed."""
+        if not self._context.holds_failures:
+            raise error
+        self._failure = self._failure or error
 
     def backward(self, loss_sum: torch.Tensor, count: float | torch.Tensor) -> None:
         """Adds a slot's part of the gradient.
@@ -170,6 +205,8 @@ class Step:
         context = self._context
         self._backwards += 1
         context.control.phase("backward", self.index)
+        if context.poisons is not None and context.poisons(self.index):
+            loss_sum = loss_sum * float("nan")
         detached = loss_sum.detach().double()
         bad = ~torch.isfinite(detached)
         sums = self._sums
@@ -187,7 +224,10 @@ class Step:
         off = torch.autocast(context.device.type, enabled=False)
         guard = off if context.settings.precision.name != "fp32" else contextlib.nullcontext()
         with context.clock.phase("backward"), guard:
-            (loss_sum * (scale / self._normalizer)).backward()  # type: ignore[no-untyped-call]
+            try:
+                (loss_sum * (scale / self._normalizer)).backward()  # type: ignore[no-untyped-call]
+            except Exception as error:
+                self._hold(error)
 
     def finish(self) -> Outcome:
         """Reduces, votes and, if the vote is accepted, commits.
@@ -197,6 +237,8 @@ class Step:
             NonFiniteError: the gradient is not finite and the policy is to stop.
         """
         context = self._context
+        if self._failure is not None:
+            raise self._failure
         if self._visited != len(self.mine):
             raise ConfigError(
                 f"the body of step {self.index} computed {self._visited} of this rank's "
@@ -213,17 +255,33 @@ class Step:
             reduced = context.layout.reduce(
                 self._sums, slots=len(self.mine), total_slots=len(self.all_slots)
             )
+        self._reduced = reduced
+        context.gate.vouch(self.index, self.attempt)
         context.control.phase("vote", self.index)
         waiting = time.perf_counter()
         with context.clock.phase("vote"):
             yields = self._vote()
         waited = time.perf_counter() - waiting
-        context.control.phase("optimizer", self.index)
-        with context.clock.phase("optimizer"):
+        with context.gate.committing():
             outcome = self._commit(reduced, yields)
+            self._stand(outcome)
         # One rank has nobody to wait for; the calls themselves are not communication.
         alone = context.communicator.world_size == 1
         return replace(outcome, exposed_s=0.0 if alone else reduced.exposed_s + waited)
+
+    def roll_forward(self) -> Outcome:
+        """Commits from what has been reduced: all members were prepared, so one that is lost may
+        have committed."""
+        if self._reduced is None:
+            raise RtxError(f"step {self.index} was to be applied, and nothing of it has arrived")
+        with self._context.gate.committing(accepting=False):
+            outcome = self._commit(self._reduced, 0)
+            self._stand(outcome)
+        return outcome
+
+    def _stand(self, outcome: Outcome) -> None:
+        attempts = self.attempt + 1 if outcome.kind == "redo" else 0
+        self._context.gate.stand(outcome.state.step, attempts=attempts)
 
     def _vote(self) -> int:
         comm = self._context.communicator
@@ -232,12 +290,17 @@ class Step:
             step=self.index,
             attempt=self.attempt,
             assignment=self.assignment.digest(generation=comm.generation, step=self.index),
-            yields=int(self._context.control.stop_requested),
+            yields=vote.ask(
+                stop=self._context.control.stop_requested,
+                change=self._context.control.yield_requested,
+            ),
         )
         words = torch.tensor(
             vote.encode(ballot, rank=comm.rank), dtype=torch.int64, device=self._context.device
         )
-        comm.all_reduce(words).wait()
+        with self._context.gate.entering():
+            handle = comm.all_reduce(words, async_op=True)
+        handle.wait()
         yields = vote.accept(words.tolist(), ballot, world_size=comm.world_size)
         if yields is None:
             raise CommError(
@@ -248,7 +311,13 @@ class Step:
         return yields
 
     def _commit(self, reduced: Reduced, yields: int) -> Outcome:
+        self._context.control.phase("optimizer", self.index)
+        with self._context.clock.phase("optimizer"):
+            return self._conclude(reduced, yields)
+
+    def _conclude(self, reduced: Reduced, yields: int) -> Outcome:
         context, state = self._context, self._state
+        stops, changes = vote.asked(yields)
         scale = state.scale.value if state.scale else 1.0
         to_mean = self._normalizer / reduced.counted if reduced.counted else 0.0
         norm = reduced.grad_norm * to_mean / scale
@@ -272,9 +341,10 @@ class Step:
             tokens=round(reduced.counted),
             samples=reduced.samples,
             nonfinite_ranks=reduced.nonfinite_ranks,
-            yields=yields,
+            yields=stops,
             exposed_s=0.0,
             commit_time=time.time(),
+            changes=changes,
         )
         if decision == "stop":
             context.layout.drop()

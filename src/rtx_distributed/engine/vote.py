@@ -25,7 +25,7 @@ class Ballot:
     step: int
     attempt: int
     assignment: int  # digest of the assignment the gradients were computed from
-    yields: int = 0  # 1: this rank was asked to stop, or to let the membership change
+    yields: int = 0  # see `ask`
 
     def fields(self) -> list[int]:
         return [
@@ -37,6 +37,19 @@ class Ballot:
             self.assignment,
             self.yields,
         ]
+
+
+_CHANGES = 20  # bits for the count of those that ask to stop
+
+
+def ask(*, stop: bool, change: bool) -> int:
+    """The yields of one rank: was it asked to stop, and to let the members change?"""
+    return int(stop) + (int(change) << _CHANGES)
+
+
+def asked(yields: int) -> tuple[int, int]:
+    """How many ranks ask to stop, and how many to let the members change."""
+    return yields & ((1 << _CHANGES) - 1), yields >> _CHANGES
 
 
 def _mix(value: int) -> int:
@@ -67,7 +80,7 @@ def encode(ballot: Ballot, *, rank: int) -> list[int]:
 
 
 def accept(total: Sequence[int], ballot: Ballot, *, world_size: int) -> int | None:
-    """The number of yields if ``total`` is the sum of all members' words, else None."""
+    """The sum of the yields if ``total`` is the sum of all members' words, else None."""
     if len(total) != WORDS:
         return None
     sums = [value & _MASK for value in total]
@@ -77,6 +90,6 @@ def accept(total: Sequence[int], ballot: Ballot, *, world_size: int) -> int | No
             return None
     yields = sums[-FIELDS - 1]
     expected = [(world_size * field) & _MASK for field in ballot.fields()]
-    if sums[: FIELDS - 1] != expected[:-1] or yields > world_size:
+    if sums[: FIELDS - 1] != expected[:-1] or max(asked(yields)) > world_size:
         return None
     return yields

@@ -85,6 +85,11 @@ class Replicate:
                         "into the model"
                     )
 
+    def rebind(self, communicator: Communicator) -> None:
+        """From now on takes part in another generation; no step is under way."""
+        self._communicator = communicator
+        self.reducer.rebind(communicator)
+
     def begin(self) -> None:
         """Starts an attempt at a step from committed state."""
         for name, parameter in self._frozen:

@@ -25,8 +25,9 @@ from rtx_distributed.errors import ClusterError, CommError, ConfigError, RtxErro
 from rtx_distributed.metrics import make_console
 from rtx_distributed.topology import ClusterEnv, detect
 from rtx_distributed.trainer.farewell import exit_code_of, show_farewell
+from rtx_distributed.trainer.faults import inject_faults, refuse_faults
 from rtx_distributed.trainer.folders import claim_folder, run_id_of, saved_config, sink_opener
-from rtx_distributed.trainer.given import given_settings, overlay
+from rtx_distributed.trainer.given import given_settings, overlay, too_late
 from rtx_distributed.trainer.publisher import RunPublisher
 from rtx_distributed.trainer.session import Session, open_session, worker_device
 
@@ -131,6 +132,7 @@ def join(config: Config | None = None) -> Place:
         place = _join_supervised(*_HOLDER.supervisor, config)
         explicit = _HOLDER.supervisor[1]["explicit"]
     else:
+        _leave_at_exit()
         cluster = detect(os.environ)
         loaded = load((), environ=os.environ)
         explicit = given_settings(loaded)
@@ -139,7 +141,6 @@ def join(config: Config | None = None) -> Place:
             place = join_external(config, cluster, name=_script_name())
         else:
             place = _join_alone(config)
-        _leave_at_exit()
     place.given, place.explicit = given, tuple(explicit)
     _HOLDER.place = place
     return place
@@ -154,7 +155,14 @@ def _join_supervised(control: Control, payload: dict[str, Any], config: Config |
                 f"the script's `run.dir` ({config.run.dir}) is not used: the launcher has made the "
                 "run folder already; give `--run.dir` to `rtxd launch`"
             )
-    session = open_session(control, settings, device=worker_device(settings))
+        for key in too_late(config, payload["explicit"]):
+            control.warn(
+                f"the script's `{key}` is not used: it counts before a worker is started; give "
+                f"`--{key}` to `rtxd launch`"
+            )
+    device = worker_device(settings)
+    inject_faults(control, payload["faults"], accelerator=device.type != "cpu")
+    session = open_session(control, settings, device=device)
     return Place(
         session,
         settings,
@@ -167,6 +175,7 @@ def _join_supervised(control: Control, payload: dict[str, Any], config: Config |
 
 
 def _join_alone(config: Config) -> Place:
+    refuse_faults(config)
     folder = claim_folder(config, name=_script_name())
     run_id = run_id_of(folder)
     recorder = _record(config, folder, workers=1)
@@ -199,6 +208,7 @@ def _record(
 
 def join_external(config: Config, cluster: ClusterEnv, *, name: str) -> Place:
     """The place of a rank that torchrun, srun or mpirun started. Rank 0 hosts the recorder."""
+    refuse_faults(config)
     store = _external_store(cluster)
     recorder: RecorderThread | None = None
     one_node = cluster.local_world_size == cluster.world_size

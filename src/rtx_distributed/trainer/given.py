@@ -3,7 +3,7 @@ them, so the launcher's file, environment and command line win over it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from rtx_distributed.config import Config, LoadedConfig, settings
@@ -21,6 +21,18 @@ def without_effect(given: Iterable[str]) -> list[str]:
     """Of the settings ``given``, those that a user's own loop decides itself: model, optimizer and
     rate, data, evaluation."""
     return [key for key in given if key in _LOOPS_OWN or key.startswith(("model.", "eval."))]
+
+
+def too_late(config: Config, given: Collection[str]) -> list[str]:
+    """What a script's ``config`` sets, and the launcher's does not, of the settings by which the
+    supervisor starts and keeps workers."""
+    found = []
+    for key, setting in settings().items():
+        part = getattr(config, setting.section) if setting.section else config
+        own = key == "faults" or setting.section == "elastic"
+        if own and key not in given and getattr(part, setting.name) != setting.default:
+            found.append(key)
+    return found
 
 
 def given_settings(loaded: LoadedConfig) -> dict[str, Any]:

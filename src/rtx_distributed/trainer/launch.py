@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx_distributed.config import Config, LoadedConfig, canonical
-from rtx_distributed.elastic.job import TORCH_MODULES, Job
+from rtx_distributed.elastic.job import TORCH_MODULES, Elastic, Job
 from rtx_distributed.elastic.supervisor import supervise
 from rtx_distributed.metrics import make_console
 from rtx_distributed.topology import detect, split_cores, threads_per_worker, usable_cores
@@ -21,6 +21,7 @@ from rtx_distributed.trainer.devices import (
     worker_environment,
 )
 from rtx_distributed.trainer.farewell import show_farewell
+from rtx_distributed.trainer.faults import planned_faults
 from rtx_distributed.trainer.fixed import refuse_early
 from rtx_distributed.trainer.folders import claimed_folder, run_id_of, saved_config, sink_opener
 from rtx_distributed.trainer.given import given_settings
@@ -38,6 +39,7 @@ class Machine:
     cores: tuple[tuple[int, ...], ...]
     environments: tuple[dict[str, str | None], ...]
     notes: tuple[str, ...]
+    most: int | None  # workers that there is room for; None: no limit
 
 
 def train(loaded: LoadedConfig, *, argv: list[str], dry_run: bool = False) -> int:
@@ -49,20 +51,29 @@ def train(loaded: LoadedConfig, *, argv: list[str], dry_run: bool = False) -> in
         return train_external(loaded, cluster)
     machine = share_machine(loaded.config, loaded.config.workers)
     run = resolve(loaded.config, device_kind=machine.kind)
+    faults = planned_faults(run.config, workers=machine.workers, steps=run.config.train.steps)
     if dry_run:
         with tempfile.TemporaryDirectory(prefix="rtxd-dry-run-") as folder:
-            return _supervise_training(run.config, Path(folder), machine, run.notes, dry_run=True)
+            return _supervise_training(
+                run.config, Path(folder), machine, run.notes, [], dry_run=True
+            )
     name = run.config.model.preset or "run"
     with claimed_folder(run.config, name=name) as claim:
         refuse_early(claim.folder, run.config, run.fixed())
         claim.exit_code = _supervise_training(
-            run.config, claim.folder, machine, run.notes, dry_run=False
+            run.config, claim.folder, machine, run.notes, faults, dry_run=False
         )
     return claim.exit_code
 
 
 def _supervise_training(
-    config: Config, folder: Path, machine: Machine, notes: tuple[str, ...], *, dry_run: bool
+    config: Config,
+    folder: Path,
+    machine: Machine,
+    notes: tuple[str, ...],
+    faults: list[dict[str, Any]],
+    *,
+    dry_run: bool,
 ) -> int:
     return _supervise(
         config,
@@ -70,7 +81,7 @@ def _supervise_training(
         machine,
         entry="rtx_distributed.trainer.worker:entry",
         preload=(*TORCH_MODULES, "rtx_distributed.trainer.worker"),
-        payload={"notes": [*machine.notes, *notes], "dry_run": dry_run},
+        payload={"notes": [*machine.notes, *notes], "dry_run": dry_run, "faults": faults},
         forward=False,
         again=[] if dry_run else ["train", str(folder / "config.toml")],
     )
@@ -80,6 +91,8 @@ def launch_script(script: Path, args: list[str], loaded: LoadedConfig, nproc: in
     """Runs a user's script on several workers, and returns the exit code."""
     machine = share_machine(loaded.config, nproc or loaded.config.workers)
     notes = [*machine.notes, *misplaced_settings(script, args)]
+    # How many steps there are is the script's to say.
+    faults = planned_faults(loaded.config, workers=machine.workers, steps=None)
     with claimed_folder(loaded.config, name=script.stem) as claim:
         claim.exit_code = _supervise(
             loaded.config,
@@ -92,6 +105,7 @@ def launch_script(script: Path, args: list[str], loaded: LoadedConfig, nproc: in
                 "script": str(script.absolute()),
                 "args": args,
                 "explicit": given_settings(loaded),
+                "faults": faults,
             },
             forward=True,
             again=[
@@ -119,6 +133,13 @@ def _supervise(
     again: list[str],
 ) -> int:
     console = make_console(sys.stderr, log_every=config.metrics.log_every)
+    elastic = None
+    if not payload.get("dry_run"):
+        elastic = Elastic(
+            minimum=config.elastic.min_workers,
+            maximum=machine.most,
+            budget=config.elastic.restart_budget,
+        )
     job = Job(
         run_dir=folder.absolute(),
         workers=machine.workers,
@@ -134,7 +155,9 @@ def _supervise(
         cores=machine.cores,
         threads=machine.threads,
         preload=preload,
-        store=machine.workers > 1,
+        # One worker alone may be given others.
+        store=elastic is not None or machine.workers > 1,
+        elastic=elastic,
         grace_s=config.run.grace_s,
         forward_rank0_output=forward,
         config_toml=saved_config(config, folder),
@@ -173,7 +196,8 @@ def share_machine(config: Config, requested: int | None) -> Machine:
     """Cores and devices for the workers of a run.
 
     Raises:
-        ConfigError: more workers than accelerators, or a device that is not there.
+        ConfigError: more workers than accelerators, a device that is not there, or a number of
+            workers outside the limits of section `elastic`.
     """
     cores = usable_cores()
     accelerators: list[Accelerator] = []
@@ -186,10 +210,18 @@ def share_machine(config: Config, requested: int | None) -> Machine:
         cores=cores.count,
         share_devices=config.run.share_devices,
     )
+    most = config.elastic.max_workers
+    if requested is None and most is not None and most < workers:
+        workers = most
+        notes.append(f"workers: {most} (`elastic.max_workers`)")
+    config.elastic.check_workers(workers)
     threads = threads_per_worker(cores.count, workers)
     notes.append(f"workers: {workers}, {threads} threads each ({cores.count} usable cores)")
     pinned = tuple(split_cores(cores.ids, workers)) if workers <= len(cores.ids) else ()
     environments: tuple[dict[str, str | None], ...] = ()
+    limit = most
     if kind == "cuda":
-        environments = tuple(worker_environment(accelerators, w) for w in range(workers))
-    return Machine(kind, workers, threads, pinned, environments, tuple(notes))
+        places = max(workers, len(accelerators))
+        environments = tuple(worker_environment(accelerators, w) for w in range(places))
+        limit = most or places
+    return Machine(kind, workers, threads, pinned, environments, tuple(notes), limit)

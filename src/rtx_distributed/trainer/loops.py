@@ -46,6 +46,17 @@ def make_layout(
     )
 
 
+def make_rows(session: Session, config: Config) -> RowMaker:
+    """Makes this worker's rows in the current generation."""
+    return RowMaker(
+        generation=session.generation.number,
+        rank=session.rank,
+        workers=session.workers,
+        log_samples=config.data.log_samples,
+        memory_peak=session.memory_peak,
+    )
+
+
 def make_loop(
     session: Session,
     config: Config,
@@ -70,19 +81,15 @@ def make_loop(
         ),
         control=session.control,
         clock=PhaseClock(),
-    )
-    rows = RowMaker(
-        generation=session.communicator.generation,
-        rank=session.rank,
-        workers=session.workers,
-        log_samples=config.data.log_samples,
-        memory_peak=session.memory_peak,
+        gate=session.control.gate,
+        poisons=session.control.poisons,
+        holds_failures=session.control.elastic,
     )
     return Loop(
         context=context,
         plan=plan,
         source=source,
         state=state,
-        rows=rows,
+        rows=make_rows(session, config),
         intervals=Intervals(evaluate=config.eval.every, checkpoint=config.checkpoint.every),
     )

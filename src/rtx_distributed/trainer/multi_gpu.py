@@ -17,12 +17,13 @@ from rtx_distributed.engine import (
     RunState,
     Step,
 )
-from rtx_distributed.errors import ClusterError, ConfigError
+from rtx_distributed.errors import ClusterError, CommError, ConfigError
 from rtx_distributed.parallel import Replicate, allocate_state
 from rtx_distributed.trainer.ambient import Place, join
+from rtx_distributed.trainer.beginning import Beginning, stand_by
 from rtx_distributed.trainer.given import without_effect
 from rtx_distributed.trainer.loops import make_layout, make_loop, precision_of
-from rtx_distributed.trainer.saving import SaveOnly, Saver, resume
+from rtx_distributed.trainer.saving import SaveOnly, Saver
 from rtx_distributed.trainer.userdata import prepare_training
 from rtx_distributed.trainer.weights import agree_on_weights
 
@@ -66,6 +67,12 @@ class MultiGpuTrainer:
         self.config = self._place.config
         self._seed = self.config.train.seed if seed is None else seed
         session = self._place.session
+        self._model: torch.nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._layout: Replicate | None = None
+        self._loop: Loop | None = None
+        if session.newcomer:
+            return  # its place is known once it has the state of the others
         if world_size is not None and world_size != session.world_size:
             raise ClusterError(
                 f"`world_size={world_size}` was given, but {session.world_size} workers were "
@@ -77,13 +84,11 @@ class MultiGpuTrainer:
                 f"`local_rank={local_rank}` was given, but this process is local rank "
                 f"{self._place.local_rank}; leave the argument out"
             )
-        self._model: torch.nn.Module | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._layout: Replicate | None = None
-        self._loop: Loop | None = None
 
     @property
     def rank(self) -> int:
+        """In the current generation: it changes when workers are lost or join. -1 in a worker that
+        has yet to be given the state of the others, until the first step."""
         return self._place.session.rank
 
     @property
@@ -123,10 +128,21 @@ class MultiGpuTrainer:
             )
         allocate_state(optimizer)
         layout = make_layout(session, self.config, model, optimizer)
-        session.meet()
-        agree_on_weights(session, layout)
+        if not session.newcomer:
+            self._agree(layout)
         self._model, self._optimizer, self._layout = model, optimizer, layout
         return model, optimizer
+
+    def _agree(self, layout: Replicate) -> None:
+        """Where a worker is lost meanwhile, the agreement comes with the first step."""
+        session = self._place.session
+        try:
+            session.meet("prepare")
+            agree_on_weights(session, layout)
+        except CommError as error:
+            if not session.control.elastic:
+                raise
+            stand_by(session, layout, error)
 
     def steps(
         self,
@@ -220,11 +236,10 @@ class MultiGpuTrainer:
                 flops_per_token=None,
                 precision=precision.name,
             )
-        session.meet()
-        loop.state = resume(saver, loop.state, plan)
         loop.boundary = SaveOnly(saver)
+        begin = Beginning(session, self.config, loop, saver, plan, check_weights=True)
         try:
-            yield from loop.steps()
+            yield from begin.steps()
             session.control.phase("end", loop.state.step)
         finally:
             data.source.close()

@@ -5,6 +5,7 @@ Both trainers and ``rtxd train`` come through :func:`run_task`; there is no seco
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,12 +37,12 @@ from rtx_distributed.parallel import (
     checkpoint_activations,
     compile_blocks,
 )
+from rtx_distributed.trainer.beginning import Beginning
 from rtx_distributed.trainer.loops import make_layout, make_loop, precision_of
 from rtx_distributed.trainer.losses import Loss
-from rtx_distributed.trainer.saving import Saver, resume
+from rtx_distributed.trainer.saving import Saver
 from rtx_distributed.trainer.session import Session
 from rtx_distributed.trainer.summary import Progress, make_summary
-from rtx_distributed.trainer.weights import agree_on_weights
 
 
 @dataclass(slots=True)
@@ -136,10 +137,6 @@ def run_task(
         scale=LossScale() if precision.scaled else None,
         early=EarlyStop(config.eval.early_stop_patience),
     )
-    session.meet()
-    state = resume(saver, first, plan)
-    if task.check_weights and state.step == 0:
-        agree_on_weights(session, layout)
     loop = make_loop(
         session,
         config,
@@ -148,17 +145,23 @@ def run_task(
         source=task.train,
         precision=precision,
         schedule=_schedule(task, config, plan),
-        state=state,
+        state=first,
     )
     if not dry_run:
         loop.boundary = _Boundary(session, task, precision, saver)
     progress = Progress()
     loop.on_commit = progress.committed
     _announce(session, task, plan, precision)
-    with memory_explained(rank=session.rank, micro_batch=plan.micro_batch, device=session.device):
-        for step in loop.steps():
-            for batch in step.slots():
-                step.backward(*task.loss(task.model, batch))
+    begin = Beginning(session, config, loop, saver, plan, check_weights=task.check_weights)
+    explained = functools.partial(
+        memory_explained, micro_batch=plan.micro_batch, device=session.device
+    )
+    with explained(rank=session.rank):
+        for step in begin.steps():
+            # What the body raises is the step's failure, with which the loop may go on.
+            with step.body(), explained(rank=session.rank):
+                for batch in step.slots():
+                    step.backward(*task.loss(task.model, batch))
     task.train.close()
     session.control.phase("end", loop.state.step)
     metrics = TrainingMetrics(
@@ -171,7 +174,7 @@ def run_task(
     )
     if dry_run:
         task.sample = None  # of a model that has learnt nothing
-    summary = make_summary(session, task, loop, progress, saver, metrics)
+    summary = begin.through(lambda: make_summary(session, task, loop, progress, saver, metrics))
     layout.close()
     return metrics, summary
 

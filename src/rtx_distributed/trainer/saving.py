@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rtx_distributed.checkpoint.layout import assign, grid, model_fingerprint
-from rtx_distributed.checkpoint.manifest import Header, Manifest, is_weight, read_manifest
+from rtx_distributed.checkpoint.manifest import Header, is_weight, read_manifest
 from rtx_distributed.checkpoint.read import read_tensors
 from rtx_distributed.checkpoint.store import FOLDER, candidates, temporary_name
 from rtx_distributed.checkpoint.verify import verify
@@ -197,15 +197,27 @@ class Saver:
                     wanted[name] = tensor
         read_tensors(path, wanted)
         self.layout.buffers.reload()
-        restore_scalars(
-            self.layout.optimizer, self.layout.names, manifest.state.get("optimizer", {})
-        )
-        groups = self.layout.optimizer.param_groups
-        for group, rate in zip(groups, manifest.state.get("rates", []), strict=False):
-            group["lr"] = rate
         self.run_id = manifest.run_id
         self.last_path = str(path)
-        return _decode_state(manifest, first)
+        counts = {"step": manifest.step, "samples": manifest.samples, "tokens": manifest.tokens}
+        return self.take_numbers(manifest.state | counts, first)
+
+    def numbers(self, state: RunState) -> dict[str, Any]:
+        """The numbers of the committed state, beside its tensors; see `take_numbers`."""
+        return _encode_state(state, self.layout) | {
+            "step": state.step,
+            "samples": state.samples,
+            "tokens": state.tokens,
+        }
+
+    def take_numbers(self, numbers: dict[str, Any], first: RunState) -> RunState:
+        """Puts the optimizer's numbers back, and returns the state."""
+        layout = self.layout
+        restore_scalars(layout.optimizer, layout.names, numbers.get("optimizer", {}))
+        groups = layout.optimizer.param_groups
+        for group, rate in zip(groups, numbers.get("rates", []), strict=False):
+            group["lr"] = rate
+        return _decode_state(numbers, first)
 
 
 class SaveOnly:
@@ -261,18 +273,17 @@ def _encode_state(state: RunState, layout: Replicate) -> dict[str, Any]:
     }
 
 
-def _decode_state(manifest: Manifest, first: RunState) -> RunState:
-    saved = manifest.state
+def _decode_state(saved: dict[str, Any], first: RunState) -> RunState:
     scale = first.scale
     if scale is not None and saved.get("loss_scale"):
         scale = LossScale(saved["loss_scale"]["value"], saved["loss_scale"]["good"])
     early = saved.get("early_stop") or {}
     return replace(
         first,
-        step=manifest.step,
+        step=saved["step"],
         updates=saved["updates"],
-        tokens=manifest.tokens,
-        samples=manifest.samples,
+        tokens=saved["tokens"],
+        samples=saved["samples"],
         scale=scale,
         early=EarlyStop(first.early.patience, early.get("best"), early.get("bad", 0)),
     )

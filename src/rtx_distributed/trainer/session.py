@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -18,35 +18,51 @@ from rtx_distributed.comm import (
     meeting_store,
 )
 from rtx_distributed.config import Config
+from rtx_distributed.elastic import messages as m
 from rtx_distributed.elastic.control import Control
+from rtx_distributed.elastic.gate import Interrupted
 from rtx_distributed.elastic.generation import Generation
 from rtx_distributed.errors import CommError
 from rtx_distributed.metrics.console import format_ranks
 from rtx_distributed.metrics.memory import PeakMemory
 
 _PATIENCE_S = 2.0
+_NOWHERE = Generation(0, (), "", 0, "")
 
 
 @dataclass(slots=True)
 class Session:
-    """Made by :func:`open_session`; closed once, after the last collective."""
+    """Made by :func:`open_session`; closed once, after the last collective.
+
+    Attributes:
+        generation: the current one; a newcomer's has no member.
+        external: another launcher's store, which all generations meet in.
+    """
 
     control: Control
-    generation: Generation
-    communicator: Communicator
+    config: Config
     device: torch.device
     memory: PeakMemory
-    backend_note: str
+    generation: Generation = _NOWHERE
+    communicator: Communicator = field(default_factory=LocalCommunicator)
+    backend_note: str = "comm: none (one worker)"
+    external: Store | None = None
     store: Store | None = None
-    _meetings: int = 0
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether this worker has yet to be given the state of the others."""
+        return not self.generation.members
 
     @property
     def rank(self) -> int:
-        return self.communicator.rank
+        """In the current generation; -1 for a newcomer."""
+        rank = self.generation.rank_of(self.control.worker)
+        return -1 if rank is None else rank
 
     @property
     def world_size(self) -> int:
-        return self.communicator.world_size
+        return max(1, self.generation.world_size)
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -91,18 +107,59 @@ class Session:
             flops_per_token=flops_per_token,
         )
 
-    def meet(self) -> None:
-        """Waits without a time limit until all ranks are here. To be called before a collective
-        that ranks may reach minutes apart: one of them may have prepared data for all.
+    def join(self, generation: Generation) -> None:
+        """Leaves the generation before and goes into ``generation``.
 
         Raises:
-            CommError: the run ends, or the store is gone.
+            CommError: it could not form, or ended while it did.
+        """
+        self.close()
+        self.generation = generation
+        self.control.adopt(generation)
+        self.control.gate.check()
+        self.control.phase("forming", -1)
+        backend, note = choose_backend(self.config.comm.backend, self.device)
+        if generation.world_size == 1:
+            self.communicator = LocalCommunicator(generation=generation.number)
+            return
+        self.backend_note = f"comm: {note}"
+        meeting = Rendezvous(
+            rank=self.rank,
+            world_size=generation.world_size,
+            generation=generation.number,
+            store_host=generation.store_host,
+            store_port=generation.store_port,
+            prefix=generation.prefix,
+            one_node=len({member.node for member in generation.members}) == 1,
+        )
+        timeout_s = self.config.comm.timeout_s
+        self.store = meeting_store(meeting, timeout_s=timeout_s, store=self.external)
+        self.communicator = form(
+            meeting,
+            backend=backend,
+            device=self.device,
+            timeout_s=timeout_s,
+            store=self.store,
+            check=self.control.check if self.control.elastic else None,
+        )
+        self.control.abort_by(self.communicator.abort)
+        self.control.gate.check()  # frozen meanwhile: nobody would abort what was not known
+
+    def drain(self) -> None:
+        """Waits until no collective of the current generation is under way any more."""
+        self.communicator.drain()
+
+    def meet(self, where: str) -> None:
+        """Waits without a time limit until all ranks are at ``where``. To be called before a
+        collective that ranks may reach minutes apart: one of them may have prepared data for all.
+
+        Raises:
+            CommError: the generation or the run ends, or the store is gone.
         """
         if self.store is None:
             return
-        self._meetings += 1
         self.control.phase("meeting", -1)
-        keys = [f"meet/{self._meetings}/{rank}" for rank in range(self.world_size)]
+        keys = [f"meet/{where}/{rank}" for rank in range(self.world_size)]
         started, told = time.monotonic(), False
         try:
             self.store.set(keys[self.rank], "here")
@@ -121,7 +178,10 @@ class Session:
             raise CommError(f"rank {self.rank} lost the store while it waited: {error}") from error
 
     def close(self) -> None:
+        """Leaves the current generation. Its collectives must have ended."""
         self.communicator.close()
+        self.communicator = LocalCommunicator()
+        self.store = None
 
 
 def worker_device(config: Config, *, local_rank: int = 0) -> torch.device:
@@ -137,7 +197,8 @@ def worker_device(config: Config, *, local_rank: int = 0) -> torch.device:
 def open_session(
     control: Control, config: Config, *, device: torch.device, store: Store | None = None
 ) -> Session:
-    """Says that this worker is ready, waits for the generation and forms its communicator.
+    """A founder says that it is ready, waits for the first generation and forms its communicator.
+    A newcomer does so later, when it has built what it needs to receive the others' state.
 
     Args:
         store: where another launcher's ranks meet; by default the generation says.
@@ -145,30 +206,26 @@ def open_session(
     Raises:
         CommError: the generation could not form.
     """
-    memory = PeakMemory()
+    session = Session(control, config, device, PeakMemory(), external=store)
+    if not control.founder:
+        return session
     generation = control.generation(str(device))
-    rank = generation.rank_of(control.worker)
-    assert rank is not None
-    backend, note = choose_backend(config.comm.backend, device)
-    if generation.world_size == 1:
-        return Session(
-            control,
-            generation,
-            LocalCommunicator(generation=generation.number),
-            device,
-            memory,
-            "comm: none (one worker)",
-        )
-    meeting = Rendezvous(
-        rank=rank,
-        world_size=generation.world_size,
-        generation=generation.number,
-        store_host=generation.store_host,
-        store_port=generation.store_port,
-        prefix=generation.prefix,
-        one_node=len({member.node for member in generation.members}) == 1,
-    )
-    timeout_s = config.comm.timeout_s
-    store = meeting_store(meeting, timeout_s=timeout_s, store=store)
-    communicator = form(meeting, backend=backend, device=device, timeout_s=timeout_s, store=store)
-    return Session(control, generation, communicator, device, memory, f"comm: {note}", store)
+    while True:
+        try:
+            session.join(generation)
+        except CommError as error:
+            if not control.elastic:
+                raise
+            generation = _next_generation(control, error)
+        else:
+            return session
+
+
+def _next_generation(control: Control, error: CommError) -> Generation:
+    """A founder whose first generation broke while it formed stands still, as all members do."""
+    if not isinstance(error, Interrupted):
+        control.broken(error)
+    while not isinstance(order := control.next_order(), m.Announce):
+        if isinstance(order, m.AbortGeneration):
+            control.report(control.gate.report())
+    return order.generation

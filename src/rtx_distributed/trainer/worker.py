@@ -23,6 +23,7 @@ from rtx_distributed.model import (
     parameters,
     state_bytes,
 )
+from rtx_distributed.trainer.faults import inject_faults
 from rtx_distributed.trainer.losses import language_metrics, next_token_loss
 from rtx_distributed.trainer.resolve import ResolvedRun, check_sequence, warmup_steps
 from rtx_distributed.trainer.run import Task, TrainingMetrics, run_task
@@ -37,7 +38,9 @@ _SAMPLE_TOKENS = 160
 def entry(control: Control, payload: dict[str, Any]) -> None:
     """Called in each worker by the supervisor."""
     config = Config(**payload["config"])
-    session = open_session(control, config, device=worker_device(config))
+    device = worker_device(config)
+    inject_faults(control, payload["faults"], accelerator=device.type != "cpu")
+    session = open_session(control, config, device=device)
     _, summary = train_decoder(
         session,
         config,

@@ -172,10 +172,8 @@ def test_check_batch_counts_slots() -> None:
     [
         "parallel.shard",
         "parallel.anything",
-        "elastic.min_workers",
         "balance.enabled",
         "comm.compression",
-        "faults",
         "nodes",
         "node-rank",
         "coordinator",
@@ -211,11 +209,34 @@ def test_planned_settings_are_unknown_and_say_so(key: str) -> None:
         (["--data.path", "a\udcff"], "is not valid UTF-8"),
         (["--data.path", "a\0b"], "null character"),
         (["--checkpoint.keep", "1"], "`checkpoint.keep` = 1: must be at least 2"),
+        (["--elastic.min_workers", "0"], "must be at least 1"),
+        (["--elastic.max_workers", "0"], "must be at least 1"),
+        (["--elastic.restart_budget", "-1"], "must be at least 0"),
+        (["--faults", ""], "`--faults` has an empty value"),
         (["--model.heads", "6", "--model.kv_heads", "4"], "`model.heads` = 6 is not a multiple"),
     ],
 )
 def test_wrong_values(args: list[str], part: str) -> None:
     assert part in problem(*args)
+
+
+@pytest.mark.parametrize(
+    ("workers", "least", "most", "part"),
+    [
+        ("2", "3", "none", "`workers` = 2 is less than `elastic.min_workers` = 3: raise it"),
+        ("4", "1", "3", "`workers` = 4 is more than `elastic.max_workers` = 3: lower it"),
+        ("none", "3", "2", "`elastic.min_workers` = 3 is more than `elastic.max_workers` = 2:"),
+    ],
+)
+def test_workers_outside_their_limits(workers: str, least: str, most: str, part: str) -> None:
+    given = [f"--elastic.min_workers={least}", f"--elastic.max_workers={most}"]
+    assert part in problem(f"--workers={workers}", *given)
+
+
+def test_workers_within_their_limits() -> None:
+    limits = ("--elastic.min_workers=2", "--elastic.max_workers=3")
+    for workers, expected in (("2", 2), ("3", 3), ("none", None)):
+        assert parse(f"--workers={workers}", *limits).workers == expected
 
 
 def test_steps_and_epochs_together_name_both_places(toml: Any) -> None:
@@ -261,7 +282,7 @@ def test_environment_names(toml: Any) -> None:
     assert parse(environ={"RTXD_WORKERS": "3", "RTXD_DEBUG": "true"}).workers == 3
     assert "`RTXD_TRAIN__LR` (two underscores" in problem(environ={"RTXD_TRAIN_LR": "1"})
     assert "`RTXD_TRAIN__LR` is empty" in problem(environ={"RTXD_TRAIN__LR": ""})
-    assert "not available" in problem(environ={"RTXD_ELASTIC__MIN_WORKERS": "1"})
+    assert "not available" in problem(environ={"RTXD_PARALLEL__SHARD": "none"})
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -324,7 +345,9 @@ def test_toml_explains_every_setting() -> None:
 
 def test_defaults_are_the_contract() -> None:
     config = Config()
-    assert (config.workers, config.debug) == (None, False)
+    assert (config.workers, config.faults, config.debug) == (None, None, False)
+    elastic = config.elastic
+    assert (elastic.min_workers, elastic.max_workers, elastic.restart_budget) == (1, None, 3)
     run, train, data = config.run, config.train, config.data
     assert (run.device, run.dir, run.resume, run.grace_s) == ("auto", None, "auto", 60.0)
     assert (train.seed, train.lr, train.schedule, train.grad_clip) == (0, None, "cosine", 1.0)

@@ -1,0 +1,186 @@
+"""How a worker's main thread gets through a change of the members."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rtx_distributed import __version__
+from rtx_distributed.checkpoint.layout import TensorSpec
+from rtx_distributed.checkpoint.write import DTYPES, specs_of
+from rtx_distributed.elastic import messages as m
+from rtx_distributed.elastic.gate import Interrupted
+from rtx_distributed.elastic.resolution import Resolution
+from rtx_distributed.engine import RowMaker
+from rtx_distributed.engine.seams import Regrouped, StartOver, Work
+from rtx_distributed.errors import CommError, NonFiniteError, UsageError
+from rtx_distributed.parallel import Replicate
+from rtx_distributed.parallel.optimizer import ensure_tensor
+from rtx_distributed.trainer.session import Session
+from rtx_distributed.trainer.transfer import Delivery, PartHead, Receiver, send_part
+
+
+@dataclass(slots=True)
+class RunMembers:
+    """The members of a run, as one of them sees them; see :class:`engine.seams.Members`.
+
+    Attributes:
+        layout: what the members hold, and newcomers receive.
+        fixed: what the run is; newcomers compare it with theirs.
+        rows: makes the rows of a generation.
+        restore: puts the numbers that came with a state where they belong.
+    """
+
+    session: Session
+    layout: Replicate
+    fixed: dict[str, Any]
+    rows: Callable[[], RowMaker]
+    restore: Callable[[dict[str, Any]], None]
+    _resolved: float = field(init=False, default=0.0)
+    _formed: float | None = field(init=False, default=None)
+
+    def broke(self, error: CommError) -> None:
+        if not isinstance(error, Interrupted):
+            self.session.control.broken(error)
+
+    def failed(self, error: Exception) -> None:
+        if isinstance(error, UsageError | NonFiniteError):
+            raise error
+        self.session.control.fault(error, fatal=False)
+
+    def committed(self) -> None:
+        if self._formed is not None:
+            self.session.control.recovered(
+                resolved=self._resolved, formed=self._formed, committed=time.monotonic()
+            )
+            self._formed = None
+            gc.collect(1)  # the step that broke, and what it held
+
+    def regroup(self, work: Work, *, planned: bool) -> Regrouped:
+        control = self.session.control
+        control.phase("regroup", control.gate.committed or 0)
+        if planned:
+            control.report(control.gate.report())
+        while True:
+            order = control.next_order()
+            number = self.session.generation.number
+            if isinstance(order, m.Announce):
+                if (found := self._take_up(work, order)) is not None:
+                    return found
+            elif order.number != number:
+                continue  # of a generation that this worker has left behind
+            elif isinstance(order, m.AbortGeneration):
+                self.session.drain()
+                control.report(control.gate.report())
+            elif isinstance(order, m.Settle):
+                work.carry_out(order.resolution)
+                control.report(control.gate.report())
+            elif isinstance(order, m.Serve):
+                self._serve(order, work)
+
+    def _take_up(self, work: Work, order: m.Announce) -> Regrouped | None:
+        """Goes into the generation that was announced; None where it broke while it formed."""
+        resolution, session = order.resolution, self.session
+        work.carry_out(resolution)
+        self._resolved = time.monotonic()
+        try:
+            session.join(order.generation)
+            if resolution.action == "start":
+                raise StartOver
+        except CommError as error:
+            self.broke(error)
+            return None
+        finally:
+            self.layout.rebind(session.communicator)
+        self._formed = time.monotonic()
+        return Regrouped(session.communicator, self.rows(), resolution)
+
+    def _serve(self, order: m.Serve, work: Work) -> None:
+        tensors = self.layout.tensors()
+        head = PartHead(
+            token=self.session.control.token,
+            number=order.number,
+            part=order.part,
+            parts=order.parts,
+            committed=self.session.control.gate.committed or 0,
+            version=__version__,
+            fixed=self.fixed,
+            tensors=specs_of(tensors),
+            state=work.numbers(),
+        )
+        for worker, address in order.newcomers:
+            try:
+                send_part(address, head, tensors)
+            except CommError as error:
+                # Its death, if that is what it is, is known to the coordinator too.
+                self.session.control.warn(f"worker {worker} could not be given its part: {error}")
+
+    def receive(self) -> tuple[Resolution, bool]:
+        """A newcomer's way in: waits for the state of the others and for its first generation.
+
+        Returns:
+            The resolution to begin with, and whether there is a state: without one all begin
+            together, from the seed or a checkpoint.
+
+        Raises:
+            ResumeError: the members train something else.
+            Dismissed: there is no place any more.
+            CommError: the run ends.
+        """
+        session = self.session
+        control = session.control
+        receiver = Receiver(
+            self.layout.tensors(),
+            fixed=self.fixed,
+            token=control.token,
+            version=__version__,
+            host="127.0.0.1",
+            ensure=self._ensure,
+            deliver=control.post,
+        )
+        held: Delivery | None = None
+        try:
+            control.ready(str(session.device), address=receiver.address)
+            while True:
+                order = control.next_order()
+                if isinstance(order, Exception):
+                    raise order
+                if isinstance(order, Delivery):
+                    held = order
+                    self.layout.buffers.reload()
+                    self.restore(held.state)
+                    control.gate.stand(held.committed)
+                    control.received(
+                        held.number, committed=held.committed, size=held.size, senders=held.senders
+                    )
+                elif isinstance(order, m.Announce):
+                    if self._enter(order, held):
+                        return order.resolution, order.resolution.action != "start"
+                elif isinstance(order, m.AbortGeneration):
+                    session.drain()
+                    control.report(control.gate.report())
+        finally:
+            receiver.close()
+
+    def _enter(self, order: m.Announce, held: Delivery | None) -> bool:
+        """Goes into the first generation; False where that broke while it formed."""
+        control = self.session.control
+        if held is not None:
+            control.gate.stand(held.committed, attempts=order.resolution.attempt)
+        with contextlib.suppress(CommError):
+            self._resolved = time.monotonic()
+            self.session.join(order.generation)
+            self.layout.rebind(self.session.communicator)
+            self._formed = time.monotonic()
+            return True
+        control.broken(CommError("the generation broke while it formed"))
+        return False
+
+    def _ensure(self, name: str, spec: TensorSpec) -> Any:
+        return ensure_tensor(
+            self.layout.optimizer, self.layout.names, name, tuple(spec.shape), DTYPES[spec.dtype]
+        )
