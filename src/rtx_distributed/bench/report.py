@@ -24,7 +24,7 @@ from rtx_distributed.bench.statistics import spread
 from rtx_distributed.metrics import write_json_atomic
 
 SCHEMA = 1
-_WIDTH = 120  # where nobody says how wide the page is: a file, a pipe
+_WIDTH = 150  # where nobody says how wide the page is: a file, a pipe
 
 
 class Measured(Protocol):
@@ -100,7 +100,8 @@ def print_table(campaigns: Sequence[Measured], *, notes: Sequence[str], workers:
     """The table, and what has to be known to read it."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     title = f"Recovery, {workers} workers on {len(os.sched_getaffinity(0))} CPU cores: "
-    table = Table("", title=Text(title + "p50 / p95 / worst"), title_justify="left")
+    table = Table(title=Text(title + "p50 / p95 / worst"), title_justify="left")
+    table.add_column("", min_width=max(len(label) for label, _ in (*_ROWS, *_COUNT_ROWS)))
     for campaign in campaigns:
         table.add_column(Text(f"{campaign.system}, {campaign.signal}"), justify="right")
     samples = [samples_of(campaign) for campaign in campaigns]
@@ -131,6 +132,8 @@ def _cell(values: Sequence[float]) -> str:
     found = spread(values)
     if found is None:
         return "-"
+    if found.n == 1:
+        return f"{found.worst:.3f}"
     numbers = [found.p50, found.p95, found.worst]
     text = " / ".join(f"{number:.3f}" for number in numbers)
     return text if found.p99 is None else f"{text} (p99 {found.p99:.3f})"

@@ -55,6 +55,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     other.system, other.samples_lost, other.samples_doubled = "torchrun", None, None
     other.planned, other.failure = 1, "it hung"
     print_table([campaign(1.0, 2.0, 3.0), other], notes=["a note"], workers=2)
+    print_table([campaign(1.0)], notes=[], workers=2)
     out = capsys.readouterr().out
     cells = [
         [cell.strip() for cell in line.split("│")[1:-1]]
@@ -63,6 +64,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert ["training stands still, beyond one step, s", "2.000 / 2.900 / 3.000", "-"] in cells
     assert ["all workers train again after, s", "4.000 / 5.800 / 6.000", "-"] in cells
+    assert ["training stands still, beyond one step, s", "1.000"] in cells
     assert ["of it: detect", "0.500 / 0.500 / 0.500", "-"] in cells
     assert ["processes started for it", "3", "0"] in cells
     assert ["samples lost", "0", "-"] in cells
