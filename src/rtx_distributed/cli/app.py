@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -24,6 +25,8 @@ app = typer.Typer(
 )
 ckpt_app = typer.Typer(help="List, verify and export checkpoints.", no_args_is_help=True)
 config_app = typer.Typer(help="Show the settings.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure whole runs on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 app.add_typer(ckpt_app, name="ckpt")
 app.add_typer(config_app, name="config")
 
@@ -199,6 +202,54 @@ def ckpt_export(
     from rtx_distributed.cli.ckpt import export_checkpoint
 
     raise typer.Exit(run_verb(lambda: export_checkpoint(target, out), debug=debug))
+
+
+class Signals(StrEnum):
+    KILL = "kill"
+    STOP = "stop"
+    BOTH = "both"
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """Measure whole runs on this machine."""
+
+
+@bench_app.command("recovery")
+def bench_recovery(
+    # As many as the smallest model has samples in a step.
+    workers: Annotated[int, typer.Option("--workers", min=2, max=32, help="Of each run.")] = 4,
+    faults: Annotated[
+        int | None, typer.Option("--faults", min=1, help="Of each kind; 20, with --quick 4.")
+    ] = None,
+    signals: Annotated[
+        Signals, typer.Option("--signal", help="kill: SIGKILL; stop: SIGSTOP, a hang.")
+    ] = Signals.BOTH,
+    baseline: Annotated[
+        bool, typer.Option("--baseline/--no-baseline", help="Also torchrun with checkpoints.")
+    ] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="A few minutes, few faults.")] = False,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="F", help="Write every sample to F.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of victims and moments.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Kill and stop workers of real runs, and report what each fault costs."""
+    from rtx_distributed.bench import bench_recovery as body
+
+    def verb() -> int:
+        return body(
+            workers=workers,
+            faults=faults or (4 if quick else 20),
+            signals=("kill", "stop") if signals is Signals.BOTH else (signals.value,),
+            baseline=baseline,
+            quick=quick,
+            json=json,
+            seed=seed,
+        )
+
+    raise typer.Exit(run_verb(verb, debug=debug))
 
 
 @config_app.command(

@@ -63,7 +63,14 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> FakeTrainer:
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["train", "--help"], ["config", "show"], ["ckpt", "ls", "."]]
+    "args",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["config", "show"],
+        ["ckpt", "ls", "."],
+        ["bench", "recovery", "--help"],
+    ],
 )
 def test_no_torch_is_imported(args: list[str], tmp_path: Path) -> None:
     code = (
@@ -283,6 +290,45 @@ def test_generate(
     assert rtxd("generate", run, *args) == (0, f"def f|5|0.0|2|{tmp_path.name}\n", "")
     assert rtxd("generate", str(tmp_path / "no"), "--prompt", "x")[0] == 2
     assert rtxd("generate", run)[0] == 2
+
+
+def test_bench_recovery(rtxd: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def bench_recovery(**given: Any) -> int:
+        calls.append(given)
+        return 1
+
+    fake = types.ModuleType("rtx_distributed.bench")
+    fake.bench_recovery = bench_recovery  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rtx_distributed.bench", fake)
+    assert rtxd("bench", "recovery")[0] == 1
+    few = ["--quick", "--signal", "stop", "--no-baseline", "--seed", "3", "--workers", "2"]
+    assert rtxd("bench", "recovery", *few, "--json", "out.json")[0] == 1
+    assert rtxd("bench", "recovery", "--quick", "--faults", "100")[0] == 1
+    default, quick, many = calls
+    assert default == {
+        "workers": 4,
+        "faults": 20,
+        "signals": ("kill", "stop"),
+        "baseline": True,
+        "quick": False,
+        "json": None,
+        "seed": 0,
+    }
+    assert quick == {
+        "workers": 2,
+        "faults": 4,
+        "signals": ("stop",),
+        "baseline": False,
+        "quick": True,
+        "json": Path("out.json"),
+        "seed": 3,
+    }
+    assert many["faults"] == 100
+    assert rtxd("bench", "recovery", "--workers", "1")[0] == 2
+    assert rtxd("bench", "recovery", "--signal", "term")[0] == 2
+    assert rtxd("bench", "scaling")[0] == 2
 
 
 def test_the_module_under_test_reads_the_real_environment(
