@@ -1,5 +1,5 @@
-"""The coordinator: a process that owns the membership and its journal. Started by the supervisor, with
-a descriptor and the journal's path as arguments; imports no torch.
+"""The coordinator: a process that owns the membership and its journal. Started by the supervisor,
+with a descriptor and the journal's path as arguments; imports no torch.
 
 It answers each event with the decisions that follow, which are in the journal by then, and with the
 state they leave. When it dies, training goes on: the supervisor starts another one with the last

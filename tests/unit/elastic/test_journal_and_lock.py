@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from rtx_distributed.elastic import membership as ms
 from rtx_distributed.elastic.folder import RunLock, read_holder
 from rtx_distributed.elastic.generation import Generation
 from rtx_distributed.elastic.journal import Journal, Past
+from rtx_distributed.elastic.resolution import Resolution
 from rtx_distributed.errors import RunFolderError
 
 
@@ -19,16 +21,26 @@ def test_numbers_go_on_counting(tmp_path: Path) -> None:
     journal = Journal(path)
     assert journal.past == Past(0, -1, 0)
     journal.start([0, 1])
-    journal.generation(Generation(1, (), "", 0, "g1/"))
+    journal.decision(formed(1))
     journal.close()
     journal = Journal(path)
     assert journal.past == Past(1, 1, 1)
     journal.start([2, 3, 4])
-    journal.generation(Generation(2, (), "", 0, "g2/"))
+    journal.decision(formed(2))
+    journal.decision(ms.Start(5, 0.0, founder=False))
+    journal.decision(ms.Freeze(2, (2, 3, 4)))  # a word to be passed on is not kept
+    journal.decision(ms.GiveUp(2, "why"))
     journal.close()
     journal = Journal(path)
     journal.close()
-    assert journal.past == Past(2, 4, 2)
+    assert journal.past == Past(2, 5, 2)
+    kept = [json.loads(line)["decision"] for line in path.read_text().splitlines()]
+    assert kept == ["start", "generation", "start", "generation", "worker", "give_up"]
+
+
+def formed(number: int) -> ms.Form:
+    generation = Generation(number, (), "", 0, f"g{number}/")
+    return ms.Form(generation, Resolution("start", 0), "start")
 
 
 def test_a_torn_last_line_is_taken_away_and_the_next_is_whole(tmp_path: Path) -> None:

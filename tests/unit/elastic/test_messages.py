@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rtx_distributed.elastic import messages as m
 from rtx_distributed.elastic.generation import Generation, Member
+from rtx_distributed.elastic.resolution import Resolution
 
 GENERATION = Generation(3, (Member(7, 0, 99, "a", "cpu"),), "127.0.0.1", 4000, "g3/")
 
@@ -24,7 +25,14 @@ def test_a_frame_is_its_length_and_its_body() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.Announce(GENERATION),
+        m.Announce(GENERATION, Resolution("redo", 7, attempt=1, boundary=2)),
+        m.Freeze(3),
+        m.AbortGeneration(3),
+        m.YieldRequested(3),
+        m.CopyRequested(3, ((8, "127.0.0.1:4001"),)),
+        m.Settle(3, Resolution("apply", 7)),
+        m.Serve(3, 0, 2, ((8, "127.0.0.1:4001"),)),
+        m.Dismissed(),
         m.CheckpointPublished(5, "x"),
         m.CheckpointFailed(5, "disk full"),
         m.ResumeReady(5, 2, None),
