@@ -19,7 +19,7 @@ from rtx_distributed.elastic.messages import FrameReader, MalformedFrame, encode
 _WAKE = b"\0"  # no signal has the number 0, so signals and wake-ups share one pipe
 _READ = 1 << 18
 _PART_S = 1.0
-_BEAT_MS = 100
+_BEAT_MS = 200  # a wake-up costs 0.1 ms of a core that others could use
 
 
 class Channel:
@@ -30,7 +30,7 @@ class Channel:
         on_body: called in the thread with the body of each frame.
         on_byte: called in the thread with each byte but 0 written to `wake_descriptor`.
         on_end: called in the thread, once, when the connection ends other than by `close`.
-        on_turn: called in the thread with False, every 100 ms at least, when it begins to wait, and
+        on_turn: called in the thread with False, every 200 ms at least, when it begins to wait, and
             with True when it has something to do, or ends.
     """
 

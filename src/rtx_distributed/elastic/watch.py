@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rtx_distributed.elastic.board import FIRST_STEPS, Board, Pace, Progress
 
 # In these a worker waits for nobody but itself, so that standing still is its own fault.
@@ -27,12 +29,11 @@ UNKNOWN_S, UNKNOWN_TIMES = 60.0, 20.0
 _ENOUGH = 5  # samples of a phase, for its usual duration to be known
 _LATE_S = 0.5  # without a heartbeat: worth a word beside another cause
 _GAP_S = 0.5  # between two looks: what is more, the supervisor itself did not run
-_QUIET_S = 0.1  # since a stamp: worth a look into /proc
-_SILENT_S = 0.25  # the same since a heartbeat, which comes every 0.1 s
+_QUIET_S = 0.1  # since a stamp: worth a closer look
+_SILENT_S = 0.4  # since a heartbeat, which comes every 0.2 s: the same
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadLook:
+class ThreadLook(msgspec.Struct, frozen=True, gc=False):
     """A thread as ``/proc`` shows it.
 
     Attributes:
@@ -47,19 +48,19 @@ class ThreadLook:
     ran: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A worker at one moment.
+class Reading(msgspec.Struct, frozen=True, gc=False):
+    """A worker at one moment. While its main thread stamps nothing else is looked at: it is not
+    stopped, and nobody keeps the interpreter lock from it.
 
     Attributes:
         progress: what its main thread has written to the board.
         pulse: what its control thread has.
-        main: the main thread; None where that was not looked at because it has just stamped.
-        control: the control thread, in the same way.
+        main: the main thread.
+        control: the control thread; None also while its heart beats.
     """
 
     progress: Progress
-    pulse: Progress
+    pulse: Progress | None = None
     main: ThreadLook | None = None
     control: ThreadLook | None = None
 
@@ -106,7 +107,7 @@ class _Silence:
         self._count = -1
 
     def add(self, count: int, seconds: float) -> None:
-        if count != self._count:
+        if count != self._count or count < 0:
             self._count = count
             self.seconds = 0.0
         else:
@@ -140,11 +141,17 @@ class _Seen:
             own = control = 0.0
         self.stamps.add(reading.progress.count, own)
         # One that waits for the lock is starved with the one that has it.
-        self.beats.add(reading.pulse.count, own - control)
+        self.beats.add(-1 if reading.pulse is None else reading.pulse.count, own - control)
 
     @property
     def state(self) -> str:
         return self.reading.main.state if self.reading.main is not None else ""
+
+    @property
+    def idle(self) -> bool:
+        """Whether the control thread has nothing to do but to beat, and may."""
+        pulse = self.reading.pulse
+        return pulse is not None and pulse.phase == "idle" and self.state != "t"
 
 
 class Watch:
@@ -194,8 +201,7 @@ class Watch:
             return None  # the usual case, at no cost
         progress = seen.reading.progress
         lock = f"holds the interpreter lock: no heartbeat for {seen.beats.seconds:.1f} s"
-        mute = seen.reading.pulse.phase == "idle" and seen.state != "t"
-        if mute and seen.beats.seconds > self._beat_limit(seen):
+        if seen.beats.seconds > self._beat_limit(seen):
             return lock, seen.beats.seconds
         if progress.phase not in COMPUTING:
             return None
@@ -209,20 +215,19 @@ class Watch:
         )
         if seen.state == "t":
             cause += ", held by a debugger"
-        elif mute and seen.beats.seconds > _LATE_S:
+        elif seen.beats.seconds > _LATE_S and seen.idle:
             cause = f"{lock}; {cause}"
         return cause, seen.stamps.seconds
 
     def _beat_limit(self, seen: _Seen) -> float:
         """Seconds for which the heart may stand still."""
-        progress = seen.reading.progress
-        if progress.steps <= FIRST_STEPS or not (
-            progress.phase in WAITING
-            or (progress.phase in COMPUTING and self._pace(progress.phase).samples >= _ENOUGH)
-        ):
+        progress, pulse = seen.reading.progress, seen.reading.pulse
+        known = progress.phase in WAITING or (
+            progress.phase in COMPUTING and self._pace(progress.phase).samples >= _ENOUGH
+        )
+        if pulse is None or not (seen.idle and known and progress.steps > FIRST_STEPS):
             return float("inf")
-        usual = seen.reading.pulse.paces.get("idle", Pace()).usual
-        return max(LEAST_S, LEAST_TIMES * usual)
+        return max(LEAST_S, LEAST_TIMES * pulse.paces.get("idle", Pace()).usual)
 
     def _limit(self, seen: _Seen, *, together: bool = False) -> float:
         """Seconds that the phase may take; the phase is one of `COMPUTING`."""
@@ -276,14 +281,14 @@ class Probe:
         self._files: dict[tuple[int, str], int] = {}
 
     def read(self, now: float) -> Reading:
-        """The worker at ``now`` (CLOCK_MONOTONIC); ``/proc`` is left alone while it goes on."""
-        progress, pulse = self._board.progress(), self._board.pulse()
-        main = control = None
-        if now - progress.time > _QUIET_S:
-            main = self._look(progress.thread or self._pid)
+        """The worker at ``now`` (CLOCK_MONOTONIC seconds)."""
+        progress = self._board.progress()
+        if now - progress.time <= _QUIET_S:
+            return Reading(progress)
+        pulse, control = self._board.pulse(), None
         if pulse.thread and now - pulse.time > _SILENT_S:
             control = self._look(pulse.thread)
-        return Reading(progress, pulse, main, control)
+        return Reading(progress, pulse, self._look(progress.thread or self._pid), control)
 
     def close(self) -> None:
         for descriptor in self._files.values():
