@@ -93,7 +93,13 @@ class Control:
         self._signals_seen: collections.Counter[int] = collections.Counter()
         self._previous_handlers: dict[int, Any] = {}
         self._previous_wakeup = -1
-        self._channel = Channel(sock, on_body=self._hear, on_byte=self._signalled, on_end=self._end)
+        self._channel = Channel(
+            sock,
+            on_body=self._hear,
+            on_byte=self._signalled,
+            on_end=self._end,
+            on_turn=None if board is None else board.beat,
+        )
         self._channel.send(m.Hello(token, m.PROTOCOL, worker, os.getpid(), self.node))
 
     @classmethod
@@ -119,7 +125,7 @@ class Control:
             worker: this worker's number.
             supervised: a supervisor owns this process: when the connection ends unexpectedly, the
                 process ends too.
-            board: shared page for step and phase.
+            board: shared page for step, phase and heartbeats.
             elastic: members may be lost, and others come.
             founder: begins with the others.
             fired: entries of the fault plan that have acted before.
