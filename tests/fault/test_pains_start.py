@@ -149,7 +149,8 @@ def test_r34_an_own_host_name_that_does_not_resolve(tmp_path: Path) -> None:
     code, told = finish(Started(command, folder=tmp_path, env=environment))
     assert code == 0, told
     assert column(tmp_path / "run", "world_size") == [2, 2, 2]
-    start = rows(tmp_path / "run", "journal.jsonl")[-1]
+    journal = rows(tmp_path / "run", "journal.jsonl")
+    (start,) = [row for row in journal if row["decision"] == "generation"]
     assert {member["node"] for member in start["members"]} == {"no-such-host-of-mine"}
 
 

@@ -70,6 +70,7 @@ def test_a_run_ends_by_itself(tmp_path: Path) -> None:
     # R47: progress once, a file per worker
     assert sum(line.startswith("step ") for line in lines) == 5
     assert {path.name for path in (run / "logs").iterdir()} == {
+        "coordinator.log",
         "warm-parent.log",
         "worker-0.log",
         "worker-1.log",
@@ -332,8 +333,10 @@ def test_with_torch_workers_meet_in_the_store_and_differ_in_their_draws(tmp_path
         assert row["cores"] == places[row["worker"]]
         assert row["session"] is True
         assert row["supervised"] is True
-    generation = rows(tmp_path, "journal.jsonl")[-1]
-    assert generation["store_host"] == "127.0.0.1"
+    journal = rows(tmp_path, "journal.jsonl")
+    assert [row["store_host"] for row in journal if row["decision"] == "generation"] == [
+        "127.0.0.1"
+    ]
 
 
 def test_a_killed_store_ends_the_run(tmp_path: Path) -> None:

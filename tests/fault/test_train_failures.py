@@ -20,7 +20,7 @@ BOOM = """
     def loss(model, batch):
         global calls
         calls += 1
-        if current().session.rank == 2 and calls == 4:
+        if current().session.rank == 2 and calls >= 4:
             raise ValueError("boom-7")
         return model(batch).sum(), len(batch)
 
@@ -69,7 +69,7 @@ def test_r03_the_first_error_ends_the_run_and_stands_last_once(tmp_path: Path) -
     assert [code for code, _ in ended] == [1, 1, 1]
     four, one, killed = (told.splitlines() for _, told in ended)
 
-    error = f"error: rank 2 on {HOST}, generation 1, step 3, phase forward: ValueError: boom-7"
+    error = f"error: rank 2 on {HOST}, generation 2, step 3, phase forward: ValueError: boom-7"
     log = tmp_path / "four" / "logs" / "worker-2.log"
     assert four[-2:] == [error, f"its output: {log}"]
     assert 'boom.py", line' in log.read_text()
@@ -81,7 +81,7 @@ def test_r03_the_first_error_ends_the_run_and_stands_last_once(tmp_path: Path) -
         assert lines.count("this goes on") == 1  # what rank 0 prints
         assert "Traceback" not in told
 
-    assert f"rank 1 on {HOST}, generation 1, step 0, phase data: LoaderWorkerError" in killed[-2]
+    assert f"rank 1 on {HOST}, generation 2, step 0, phase data: LoaderWorkerError" in killed[-2]
     assert "loader worker (pid " in killed[-2]
     assert "ended by signal 9 (SIGKILL)" in killed[-2]
     assert "\n".join(killed).count("SIGKILL") == 1

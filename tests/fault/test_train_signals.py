@@ -233,8 +233,8 @@ def test_r37_nothing_stays_whoever_ends(tmp_path: Path) -> None:
         victim, loaders = list(all_there(started).items())[1]
         os.kill(victim, signal.SIGKILL)
         assert seen(lambda: not any(psutil.pid_exists(pid) for pid in loaders), limit_s=10)
-        assert started.wait(limit_s=20) == 1
+        started.signal(signal.SIGTERM)  # the others go on
+        assert started.wait(limit_s=20) == 3
         started.assert_none_left()
-        last = "\n".join(started.stderr.splitlines()[-2:])
-    assert "rank 1 on" in last
-    assert f"process {victim} was killed by signal 9 (SIGKILL)" in last
+    told = f"rank 1 (worker 7, pid {victim}) was killed by SIGKILL in the "
+    assert sum(told in line for line in started.stderr.splitlines()) == 1

@@ -303,7 +303,9 @@ class Conductor:
                 await asyncio.sleep(decision.delay_s)
             await self._crew_ready.wait()
             try:
-                worker = await self._crew.start_worker(decision.worker, founder=decision.founder)
+                worker = await self._crew.start_worker(
+                    decision.worker, founder=decision.founder, seat=decision.seat
+                )
             except RtxError as error:
                 if self._recorder.generation is None:
                     raise

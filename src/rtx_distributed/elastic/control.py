@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
@@ -51,6 +51,7 @@ class Control:
         gate: the lock between the two threads.
         elastic: members may be lost, and others come.
         founder: begins with the others; a newcomer receives their state.
+        seat: the rank a newcomer is meant to have; -1: no particular one.
         fired: entries of the fault plan that have acted before, as text.
     """
 
@@ -64,8 +65,10 @@ class Control:
         board: Board | None = None,
         elastic: bool = False,
         founder: bool = True,
+        seat: int | None = None,
         fired: Collection[str] = (),
     ) -> None:
+        self.seat = -1 if seat is None else seat
         self.fired = frozenset(fired)
         self.worker = worker
         self.token = token
@@ -113,6 +116,7 @@ class Control:
         board: Board | None = None,
         elastic: bool = False,
         founder: bool = True,
+        seat: int | None = None,
         fired: Collection[str] = (),
         handle_signals: bool = True,
         timeout_s: float = 30.0,
@@ -128,6 +132,7 @@ class Control:
             board: shared page for step, phase and heartbeats.
             elastic: members may be lost, and others come.
             founder: begins with the others.
+            seat: the rank this worker is meant to have.
             fired: entries of the fault plan that have acted before.
             handle_signals: take SIGTERM, SIGINT, SIGHUP and SIGUSR1 as requests to stop (main
                 thread only). `close` gives the earlier handlers back.
@@ -145,6 +150,7 @@ class Control:
             board=board,
             elastic=elastic,
             founder=founder,
+            seat=seat,
             fired=fired,
         )
         if handle_signals and threading.current_thread() is threading.main_thread():
@@ -198,6 +204,17 @@ class Control:
             self._board.stamp(name, step)
         if self._injector is not None:
             self._inject(name, step)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what waits for other members: standing still there is not this worker's fault."""
+        phase, step = self._place
+        where = -1 if step is None else step
+        self.phase("meeting", where)
+        try:
+            yield
+        finally:
+            self.phase(phase, where)
 
     def inject(self, injector: EventInjector) -> None:
         """From now on faults of a plan happen at this worker's phases."""

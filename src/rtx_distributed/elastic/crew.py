@@ -21,12 +21,13 @@ from rtx_distributed.elastic.board import Board
 from rtx_distributed.elastic.job import Job
 from rtx_distributed.elastic.links import Link
 from rtx_distributed.elastic.nursery import Nursery, NurseryError, inherited_thread_settings
-from rtx_distributed.elastic.processes import kill_session, reap
+from rtx_distributed.elastic.processes import kill_session, own_children, read_stat, reap
 from rtx_distributed.elastic.recorder import Recorder
 from rtx_distributed.elastic.spawn import SpawnRequest
 
 _NO_ONE = -1
 _LAST_WORDS_S = 0.3
+_REAP_S, _REAP_TURNS = 0.2, 5
 # Where a signal came from, beside the workers' numbers; -1 is the supervisor itself.
 _WARM_PARENT = -2
 _STORE = -3
@@ -142,7 +143,7 @@ class Crew:
         taken = {worker.place for worker in self.workers.values() if worker.alive}
         return next(p for p in itertools.count() if p not in taken | self._reserved)
 
-    async def start_worker(self, number: int, *, founder: bool) -> Worker:
+    async def start_worker(self, number: int, *, founder: bool, seat: int | None = None) -> Worker:
         """Starts a worker.
 
         Raises:
@@ -151,15 +152,17 @@ class Crew:
         place = self._free_place()
         self._reserved.add(place)
         try:
-            return await self._start_at(number, place, founder)
+            return await self._start_at(number, place, founder, seat)
         finally:
             self._reserved.discard(place)
 
-    async def _start_at(self, number: int, place: int, founder: bool) -> Worker:
+    async def _start_at(self, number: int, place: int, founder: bool, seat: int | None) -> Worker:
         ours, theirs = socket.socketpair()
         board, board_descriptor = Board.create()
         try:
-            request = self._request("worker", number, place, self.log_of(number), founder=founder)
+            request = self._request(
+                "worker", number, place, self.log_of(number), founder=founder, seat=seat
+            )
             pid = await self._fork(request, (theirs.fileno(), board_descriptor))
         finally:
             theirs.close()
@@ -193,9 +196,20 @@ class Crew:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(worker.link.ended.wait(), _LAST_WORDS_S)
         worker.alive = False
+        self._keep(self._reap_orphans())
         self._on_death(worker, code)
         if not self.alive:
             self._none_alive.set()
+
+    async def _reap_orphans(self) -> None:
+        """What a worker had started comes to this process when the worker ends, and is dead; its
+        status has to be taken, or it stays in the table of processes."""
+        for _ in range(_REAP_TURNS):
+            await asyncio.sleep(_REAP_S)
+            for pid in own_children():
+                stat = read_stat(pid)
+                if stat is not None and stat.session in self.sessions and stat.session != pid:
+                    reap(pid)
 
     async def start_store(self) -> tuple[str, int]:
         """Starts the key-value store; its host and port.
@@ -227,7 +241,14 @@ class Crew:
             writer.close()  # the store ends with it
 
     def _request(
-        self, kind: str, number: int, place: int, log: Path, *, founder: bool = True
+        self,
+        kind: str,
+        number: int,
+        place: int,
+        log: Path,
+        *,
+        founder: bool = True,
+        seat: int | None = None,
     ) -> SpawnRequest:
         job = self._job
         environment = inherited_thread_settings() | {"OMP_NUM_THREADS": str(job.threads)}
@@ -242,6 +263,7 @@ class Crew:
             entry=job.entry,
             elastic=job.elastic is not None,
             founder=founder,
+            seat=seat,
             fired=sorted(self.fired),
             payload=msgspec.msgpack.encode(job.payload),
             log=str(log.absolute()),

@@ -149,11 +149,12 @@ class _Decision(msgspec.Struct, frozen=True, tag=True):
 
 class Start(_Decision, frozen=True):
     """Make a process for ``worker`` in ``delay_s`` seconds; ``founder``: it begins with the others,
-    from the seed or a checkpoint, and receives no state."""
+    from the seed or a checkpoint, and receives no state. ``seat``: the rank it is meant to have."""
 
     worker: int
     delay_s: float
     founder: bool
+    seat: int | None = None
 
 
 class Freeze(_Decision, frozen=True):
@@ -283,8 +284,10 @@ class Person(msgspec.Struct, frozen=True):
     device: str | None = None  # None until it is ready
     address: str = ""
     founder: bool = True
+    seat: int | None = None  # the rank of the one it replaces
     strikes: int = 0  # failures in a row, before any progress, that led to this start
     progressed: bool = False
+    failed: bool = False  # its step failed by an exception
     finished: bool = False
     leaving: bool = False
     frozen: bool = False
@@ -315,6 +318,8 @@ class State(msgspec.Struct, frozen=True):
         stage: see `Stage`.
         lost: members lost since the generation formed.
         cause: of the change under way.
+        held_for: a newcomer without whom the step under way is not done again: it takes the place
+            of one whose own code failed in it, and fails again where that is the code's fault.
         faults: steps in which an exception was reported, as often as it was.
         breaks: generations in a row that broke without a commit and without a death.
         progressed: a step was committed in this start of the run.
@@ -334,6 +339,7 @@ class State(msgspec.Struct, frozen=True):
     stage: Stage = "gathering"
     lost: tuple[int, ...] = ()
     cause: str = "start"
+    held_for: int | None = None
     faults: tuple[int, ...] = ()
     breaks: int = 0
     progressed: bool = False
@@ -413,9 +419,16 @@ def _welcome(state: State) -> Outcome:
     """Somebody could be taken in, or the members have come to stand still."""
     if state.stage == "training":
         return _prepare_change(state)
-    if state.stage == "short" and len(state.members) + len(state.newcomers) >= state.minimum:
+    enough = len(state.members) + len(state.newcomers) >= state.minimum
+    if state.stage == "short" and enough and not _holding(state):
         return _serve(state)
     return state, ()
+
+
+def _holding(state: State) -> bool:
+    """Whether the step under way waits for somebody who is on the way."""
+    awaited = None if state.held_for is None else state.find(state.held_for)
+    return awaited is not None and awaited.device is None
 
 
 def _prepare_change(state: State) -> Outcome:
@@ -493,10 +506,16 @@ def _replace_lost(state: State, gone: Person, cause: str) -> Outcome:
             "`elastic.restart_budget` is 0" if not state.budget else f"{strikes} failures in a row"
         )
         return state, (GiveUp(gone.worker, why),)
-    return _fill(state, strikes=strikes, founder=state.stage == "gathering")
+    rank = None if state.generation is None else state.generation.rank_of(gone.worker)
+    seat = gone.seat if rank is None else rank
+    before = state.last_worker
+    state, decisions = _fill(state, strikes=strikes, founder=state.stage == "gathering", seat=seat)
+    if gone.failed and state.last_worker > before:
+        state = replace(state, held_for=state.last_worker)
+    return state, decisions
 
 
-def _fill(state: State, *, strikes: int, founder: bool) -> Outcome:
+def _fill(state: State, *, strikes: int, founder: bool, seat: int | None = None) -> Outcome:
     """Asks for as many workers as are missing."""
     limit = state.target if state.maximum is None else min(state.target, state.maximum)
     missing = limit - sum(not person.leaving for person in state.people)
@@ -504,9 +523,9 @@ def _fill(state: State, *, strikes: int, founder: bool) -> Outcome:
     decisions: list[Decision] = []
     for _ in range(missing):
         worker = state.last_worker + 1
-        person = Person(worker, founder=founder, strikes=strikes)
+        person = Person(worker, founder=founder, strikes=strikes, seat=seat)
         state = replace(state, last_worker=worker, people=(*state.people, person))
-        decisions.append(Start(worker, delay, founder))
+        decisions.append(Start(worker, delay, founder, seat))
     return state, tuple(decisions)
 
 
@@ -543,7 +562,7 @@ def _on_faulted(state: State, event: Faulted) -> Outcome:
         return state, ()  # a newcomer: its process ends, and is replaced within the budget
     if event.step is None or event.step in state.faults:
         return replace(state, stage="over"), (Fail(event.worker, event.cause),)
-    state = replace(state, faults=(*state.faults, event.step))
+    state = replace(_put(state, replace(known, failed=True)), faults=(*state.faults, event.step))
     return _recover(state, cause=event.cause)
 
 
@@ -618,11 +637,12 @@ def _resolve(state: State) -> Outcome:
     if not staying:
         return state, ()
     settled = resolution.action == "redo"
-    if state.stage == "draining" and len(staying) >= state.minimum:
+    enough = len(staying) >= state.minimum and not _holding(state)
+    if state.stage == "draining" and enough and state.held_for is None:
         return _form(state, staying, resolution)
-    if settled and (state.newcomers or state.stage == "yielding"):
+    if settled and not _holding(state) and (state.newcomers or state.stage == "yielding"):
         return _serve(state)
-    if len(staying) >= state.minimum:
+    if enough:
         return _form(state, staying, resolution)
     if settled:
         return replace(state, stage="short"), ()
@@ -672,8 +692,7 @@ def _form(state: State, people: tuple[Person, ...], resolution: Resolution) -> O
     before = state.generation
     known = set() if before is None else {member.worker for member in before.members}
     chosen = {person.worker for person in people}
-    # Members keep their order, newcomers come behind them.
-    ordered = sorted(people, key=lambda person: (person.worker not in known, person.worker))
+    ordered = _seated(state, people)
     generation = Generation(
         number=number,
         members=tuple(
@@ -704,12 +723,14 @@ def _form(state: State, people: tuple[Person, ...], resolution: Resolution) -> O
             founder=False,
             copying=False,
             caught_up=False,
+            failed=False,
         )
         for p in state.people
     )
     state = replace(
         state,
         people=kept,
+        held_for=None,
         generation=generation,
         last_number=number,
         stage="training",
@@ -717,6 +738,19 @@ def _form(state: State, people: tuple[Person, ...], resolution: Resolution) -> O
     )
     state, more = _welcome(state)
     return state, (*decisions, *more)
+
+
+def _seated(state: State, people: tuple[Person, ...]) -> list[Person]:
+    """By rank: members keep their order, a newcomer takes the place of the one it replaces."""
+    before = state.generation
+    if before is None:
+        return sorted(people, key=lambda person: person.worker)
+    ordered = [p for m in before.members for p in people if p.worker == m.worker]
+    for person in sorted(people, key=lambda p: (p.seat is None, p.seat, p.worker)):
+        if not state.is_member(person.worker):
+            place = len(ordered) if person.seat is None else min(person.seat, len(ordered))
+            ordered.insert(place, person)
+    return ordered
 
 
 def _on_progressed(state: State, event: Progressed) -> Outcome:

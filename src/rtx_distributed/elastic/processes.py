@@ -78,6 +78,15 @@ def kill_quietly(pid: int, number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
 
+def own_children() -> list[int]:
+    """The pids of this process's children, of all its threads."""
+    found: list[int] = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/self/task/{thread}/children").read_text().split())
+    return found
+
+
 def kill_session(session: int) -> None:
     """SIGKILL to every process of a session: first its leader's group, then whatever in it has
     moved to another group. Call before the leader is waited for, so that its number is still its

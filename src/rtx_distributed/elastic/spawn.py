@@ -33,6 +33,7 @@ class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True):
         entry: ``module:function`` that a worker calls with its control and payload.
         elastic: members may be lost, and others come.
         founder: begins with the others, and receives no state.
+        seat: the rank it is meant to have; None: no particular one.
         fired: entries of the fault plan that have acted before.
         payload: msgpack of what the entry gets.
         log: file for the child's output.
@@ -49,6 +50,7 @@ class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True):
     entry: str
     elastic: bool
     founder: bool
+    seat: int | None
     fired: list[str]
     payload: bytes
     log: str

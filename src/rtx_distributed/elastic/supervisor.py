@@ -20,6 +20,7 @@ from typing import Any
 
 from rtx_distributed.elastic import membership as ms
 from rtx_distributed.elastic import messages as m
+from rtx_distributed.elastic.board import Board
 from rtx_distributed.elastic.conductor import Conductor
 from rtx_distributed.elastic.control import STOP_SIGNALS
 from rtx_distributed.elastic.crew import Crew, Worker
@@ -36,6 +37,7 @@ from rtx_distributed.elastic.processes import (
 from rtx_distributed.elastic.recorder import Recorder
 from rtx_distributed.elastic.requests import RequestServer
 from rtx_distributed.elastic.tail import Tail
+from rtx_distributed.elastic.watch import Hung, watch_forever
 from rtx_distributed.errors import RtxError, RunFolderError
 from rtx_distributed.metrics import Console, make_console
 
@@ -149,6 +151,8 @@ class _Supervisor:
                 await self._take_requests()
             self.spawn(self._launch())
             self.spawn(self._watch_leavers())
+            if self._job.elastic is not None:
+                self.spawn(watch_forever(self._living, self._on_hung))
             outcome = await self._ending
             # A checkpoint on its way is not given up, unless the user wants the end at once.
             await self._recorder.settle(_PUBLISH_S if outcome.exit_code != 130 else 1.0)
@@ -352,6 +356,28 @@ class _Supervisor:
 
     # Failures.
 
+    def _living(self) -> list[tuple[int, int, Board]]:
+        return [(w.number, w.pid, w.board) for w in self._crew.workers.values() if w.alive]
+
+    def _on_hung(self, hung: Hung) -> None:
+        """A worker that does not go on is ended, and lost like any other that has ended."""
+        place = self._recorder.place(hung.worker)
+        self._hung[hung.worker] = hung.cause
+        self._recorder.event(
+            "worker_hung",
+            step=hung.step,
+            worker=hung.worker,
+            pid=place.pid,
+            rank=place.rank,
+            phase=hung.phase,
+            cause=hung.cause,
+            silent=hung.silent_s,
+            survivors=self._conductor.survivors_of(hung.worker),
+            tell=True,
+        )
+        self._conductor.named(since=time.monotonic() - hung.silent_s)
+        self._conductor.fence(hung.worker, hung.cause)
+
     def happened(self, event: ms.MembershipEvent) -> None:
         self._conductor.happened(event)
 
@@ -363,8 +389,25 @@ class _Supervisor:
         if self._job.elastic is None:
             self._fail(failure)
             return
+        if self._failed:
+            return  # the echo of the end
         self._failures.append(failure)
         in_step = fault.step is not None and fault.phase in _IN_STEP
+        place = self._recorder.place(worker)
+        self._recorder.event(
+            "exception",
+            step=fault.step,
+            worker=worker,
+            pid=place.pid,
+            rank=place.rank,
+            phase=fault.phase,
+            cause=failure.cause,
+        )
+        if in_step and not fault.fatal:
+            # In full it is told once, at the end, where the run ends by it.
+            where = place.at(fault.step, fault.phase)
+            log = self._crew.log_of(worker)
+            self._console.event(f"{where}: {fault.type} (see {log}); the step is done again")
         self._conductor.faulted(
             worker,
             cause=failure.cause,
@@ -374,6 +417,8 @@ class _Supervisor:
 
     def run_failed(self, worker: int, cause: str) -> None:
         """The failure counts that came first: others get a short time to say theirs."""
+        if self._failed:
+            return
         self._failed = True
         if self._job.elastic is not None:
             # Earlier ones were survived; the last word of the one to blame is what counts.

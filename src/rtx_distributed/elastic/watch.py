@@ -17,7 +17,7 @@ import msgspec
 from rtx_distributed.elastic.board import FIRST_STEPS, Board, Pace, Progress
 
 # In these a worker waits for nobody but itself, so that standing still is its own fault.
-COMPUTING = frozenset({"data", "forward", "backward", "optimizer", "body"})
+COMPUTING = frozenset({"data", "forward", "backward", "optimizer"})
 # In these it waits for others, whose fault it may be; but it never holds the interpreter lock.
 # Every other phase (start, evaluation, checkpoint, ...) is a long region: it may take any time.
 WAITING = frozenset({"reduce", "vote", "regroup", "forming"})

@@ -42,6 +42,7 @@ def run_worker(request: SpawnRequest, descriptor: int, board_descriptor: int) ->
         board=board,
         elastic=request.elastic,
         founder=request.founder,
+        seat=request.seat,
         fired=request.fired,
     )
     unblock_signals()

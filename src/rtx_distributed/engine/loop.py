@@ -226,6 +226,7 @@ class Loop:
         never compute from different shares."""
         if assignment.shares == self._checked:
             return
+        self.context.control.phase("meeting", self.state.step)
         device = self.context.device
         digest = assignment.digest(generation=self.communicator.generation, step=self.state.step)
         parts = [float(digest >> 31), float(digest & (2**31 - 1))]
@@ -243,6 +244,7 @@ class Loop:
         if outcome.kind == "skipped" and outcome.tokens:
             self._say_skip(step.index, outcome)
         if self.on_commit is not None:
+            self.context.control.phase("body", self.state.step)
             self.on_commit(outcome)
         if self.state.step % self.intervals.collect == 0:
             gc.collect(1)
@@ -339,5 +341,6 @@ class Loop:
 
     def _stop_wanted(self) -> bool:
         """Before the first step: was anybody asked to stop while data and model were built?"""
+        self.context.control.phase("meeting", self.state.step)
         wanted = float(self.context.control.stop_requested)
         return self.communicator.sum_scalars([wanted], device=self.context.device)[0] > 0

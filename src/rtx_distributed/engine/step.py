@@ -157,6 +157,7 @@ class Step:
             self._visited += 1
             self._sums.samples += len(slot.sample_ids)
             context.layout.end_slot(slot.index)
+        context.control.phase("body", self.index)  # what follows is the user's, until the commit
 
     def _fetch(self, slot: Slot) -> Any:
         context = self._context

@@ -87,8 +87,8 @@ class MultiGpuTrainer:
 
     @property
     def rank(self) -> int:
-        """In the current generation: it changes when workers are lost or join. -1 in a worker that
-        has yet to be given the state of the others, until the first step."""
+        """In the current generation: it changes when workers are lost or join. A worker that
+        replaces a lost one has that one's, a further one -1 until it takes part."""
         return self._place.session.rank
 
     @property
@@ -270,10 +270,11 @@ class MultiGpuTrainer:
         total = torch.tensor(
             [1.0 if count is None else float(count)], dtype=torch.float64, device=session.device
         )
-        session.communicator.all_reduce(total).wait()
-        handles = [session.communicator.all_reduce(t, async_op=True) for t in tensors]
-        for handle in handles:
-            handle.wait()
+        with session.control.waiting():
+            session.communicator.all_reduce(total).wait()
+            handles = [session.communicator.all_reduce(t, async_op=True) for t in tensors]
+            for handle in handles:
+                handle.wait()
         amount = float(total[0])
         for tensor in tensors:
             tensor.div_(amount) if amount else tensor.zero_()
@@ -293,18 +294,21 @@ class MultiGpuTrainer:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         """Reduces ``tensor`` in place over all ranks, and returns it."""
-        self._place.session.communicator.all_reduce(tensor, op=op).wait()
+        with self._place.session.control.waiting():
+            self._place.session.communicator.all_reduce(tensor, op=op).wait()
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Copies the root's ``tensor`` to all ranks, in place, and returns it."""
-        self._place.session.communicator.broadcast(tensor, root=root).wait()
+        with self._place.session.control.waiting():
+            self._place.session.communicator.broadcast(tensor, root=root).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` [n, ...] of every rank, as [world_size, n, ...]."""
         output = tensor.new_empty((self.world_size, *tensor.shape))
-        self._place.session.communicator.all_gather(output, tensor.contiguous()).wait()
+        with self._place.session.control.waiting():
+            self._place.session.communicator.all_gather(output, tensor.contiguous()).wait()
         return output
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -320,5 +324,6 @@ class MultiGpuTrainer:
                 f"rows must divide; {rows * self.world_size} or {(rows + 1) * self.world_size} do"
             )
         output = tensor.new_empty((rows, *tensor.shape[1:]))
-        self._place.session.communicator.reduce_scatter(output, tensor.contiguous()).wait()
+        with self._place.session.control.waiting():
+            self._place.session.communicator.reduce_scatter(output, tensor.contiguous()).wait()
         return output

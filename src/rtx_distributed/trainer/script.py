@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx_distributed.elastic.control import Control
-from rtx_distributed.errors import RtxError
+from rtx_distributed.errors import RankError, RtxError
 from rtx_distributed.trainer.ambient import adopt, current
 
 
@@ -23,6 +23,12 @@ def entry(control: Control, payload: dict[str, Any]) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise RtxError(f"`{script.name}` ended by sys.exit({end.code!r})") from end
+        place = current()
+        if place is not None and place.summary and place.summary["ending"] is None:
+            raise RankError(
+                f"`{script.name}` left before the work was done, by sys.exit({end.code!r}) in the "
+                "middle of a step"
+            ) from end
     place = current()
     if place is not None:
         place.leave()

@@ -56,9 +56,10 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """In the current generation; -1 for a newcomer."""
+        """In the current generation. A newcomer has that of the worker it replaces, -1 if it
+        replaces none."""
         rank = self.generation.rank_of(self.control.worker)
-        return -1 if rank is None else rank
+        return self.control.seat if rank is None else rank
 
     @property
     def world_size(self) -> int:
