@@ -24,9 +24,11 @@ from rtx_distributed.elastic.generation import Generation
 from rtx_distributed.elastic.job import Elastic, Job
 from rtx_distributed.elastic.recorder import Recorder
 from rtx_distributed.elastic.requests import Answer, Scale
+from rtx_distributed.elastic.resolution import Resolution
 from rtx_distributed.errors import RtxError
 from rtx_distributed.metrics import Console
 
+_ACTIONS = {"apply": "applied", "redo": "redone", "start": "restarted"}
 _ECHO_S = 0.3  # a death is known sooner than this after the failed collectives that it causes
 _LEAVE_S = 10.0  # for a worker that may go
 _FENCE_S = 3.0  # a process that SIGKILL has not ended by then is stuck in the kernel
@@ -120,7 +122,8 @@ class Conductor:
         )
         self._crew_ready = asyncio.Event()
         self._incident: Incident | None = None
-        self._resolution = ""
+        self._resolution = Resolution("start", 0)
+        self._unexplained = 0  # the last generation whose break was told
         self._before: Generation | None = None  # the generation before the current one
         self._received: dict[int, m.Received] = {}
         self._doers: dict[type, Callable[[Any], None]] = {
@@ -233,7 +236,9 @@ class Conductor:
         self._sign(time.monotonic())
 
         def unexplained() -> None:
-            if self.membership.number == message.number and self.membership.stage == "training":
+            state = self.membership
+            if self._unexplained < message.number == state.number and state.stage == "training":
+                self._unexplained = message.number
                 place = self._recorder.place(worker)
                 where = place.at(message.step, message.phase)
                 self._recorder.event("broken", worker=worker, pid=place.pid, cause=message.text)
@@ -326,7 +331,7 @@ class Conductor:
         if incident is not None:
             incident.announced = time.monotonic()
             incident.awaited = {member.worker for member in decision.generation.members}
-        self._resolution = decision.resolution.action
+        self._resolution = decision.resolution
         self._before = self._recorder.generation
         self._owner.formed(decision.generation.members[0].worker)
         self._recorder.formed(decision)
@@ -367,7 +372,8 @@ class Conductor:
             **incident.phases(),
             seconds=incident.committed - incident.first_sign,
             world_size=None if generation is None else generation.world_size,
-            action={"apply": "applied", "redo": "redone", "start": "restarted"}[self._resolution],
+            action=_ACTIONS[self._resolution.action],
+            step=self._resolution.step,
             lost_workers=incident.lost,
             tell=True,
         )

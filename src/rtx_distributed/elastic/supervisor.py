@@ -191,6 +191,7 @@ class _Supervisor:
             self._recorder.request_stop(self._stopping.reason)
 
     def formed(self, rank0: int) -> None:
+        self._failures.clear()  # they were survived
         if self._tail is not None:
             self._tail.move_to(self._crew.log_of(rank0))
 
@@ -474,7 +475,7 @@ class _Supervisor:
             step=failure.step,
             phase=failure.phase,
             survivors=self._conductor.survivors_of(worker.number),
-            tell=True,
+            tell=worker.number not in self._hung,
         )
         self._conductor.lost(worker.number, failure.cause)
 

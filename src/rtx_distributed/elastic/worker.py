@@ -21,7 +21,7 @@ from rtx_distributed.elastic.board import Board
 from rtx_distributed.elastic.control import Control, Dismissed
 from rtx_distributed.elastic.spawn import SpawnRequest, settle, unblock_signals
 from rtx_distributed.elastic.tail import LAST_WORDS
-from rtx_distributed.errors import RankError, RtxError
+from rtx_distributed.errors import NonFiniteError, RankError, RtxError, UsageError
 
 
 def run_worker(request: SpawnRequest, descriptor: int, board_descriptor: int) -> int:
@@ -69,7 +69,7 @@ def _call(control: Control, request: SpawnRequest) -> int:
         if isinstance(error, SystemExit):
             code = error.code if error.code is not None else 0
             error = RankError(f"left by `sys.exit({code!r})` before the work was done")
-        control.fault(error)
+        control.fault(error, fatal=isinstance(error, UsageError | NonFiniteError))
         return error.exit_code if isinstance(error, RtxError) else 1
     return 0
 

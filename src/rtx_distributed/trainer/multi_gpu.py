@@ -223,7 +223,7 @@ class MultiGpuTrainer:
             fixed=data.fixed,
             run_id=place.run_id,
         )
-        if self.rank == 0:
+        if self.rank == 0 and not session.newcomer:
             idle = without_effect(place.explicit)
             if idle:
                 session.control.warn(

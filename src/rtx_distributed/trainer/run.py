@@ -261,7 +261,7 @@ def _schedule(task: Task, config: Config, plan: BatchPlan) -> Schedule:
 
 
 def _announce(session: Session, task: Task, plan: BatchPlan, precision: Precision) -> None:
-    if session.rank == 0:
+    if session.rank == 0 and not session.newcomer:
         session.announce(
             task.notes,
             total_steps=plan.steps,
