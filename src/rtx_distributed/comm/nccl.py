@@ -51,6 +51,7 @@ class NcclCommunicator(C10dCommunicator):
                 f"{first_line(error)}"
             ) from error
         self._device = device
+        self._aborted = False
         super().__init__(
             group, backend=nccl_name(), rank=rank, world_size=world_size, generation=generation
         )
@@ -60,10 +61,23 @@ class NcclCommunicator(C10dCommunicator):
         torch.cuda.current_stream(self._device).synchronize()
 
     def abort(self) -> None:
-        if self._group is not None:
-            self._group.abort()
+        """Called while other threads wait on the device. It may hang itself: whoever calls has an
+        outside killer armed."""
+        group, self._aborted = self._group, True
+        if group is None:
+            return
+        group._group_start()
+        try:
+            group.abort()
+        finally:
+            group._group_end()
+
+    def drain(self) -> None:
+        super().drain()
+        # Waiting orders streams, not the host: until the device is idle an aborted kernel writes.
+        torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        if self._group is not None:
+        if self._group is not None and not self._aborted:
             self._group.shutdown()
         super().close()

@@ -25,12 +25,14 @@ from rtx_distributed.elastic.job import Elastic, Job
 from rtx_distributed.elastic.recorder import Recorder
 from rtx_distributed.elastic.requests import Answer, Scale
 from rtx_distributed.elastic.resolution import Resolution
+from rtx_distributed.elastic.watch import WAITING
 from rtx_distributed.errors import RtxError
 from rtx_distributed.metrics import Console
 
 _ACTIONS = {"apply": "applied", "redo": "redone", "start": "restarted"}
 _ECHO_S = 0.3  # a death is known sooner than this after the failed collectives that it causes
 _LEAVE_S = 10.0  # for a worker that may go
+_DRAIN_S = 15.0  # for collectives to end that were aborted
 _FENCE_S = 3.0  # a process that SIGKILL has not ended by then is stuck in the kernel
 
 
@@ -125,11 +127,12 @@ class Conductor:
         self._resolution = Resolution("start", 0)
         self._unexplained = 0  # the last generation whose break was told
         self._before: Generation | None = None  # the generation before the current one
+        self.fenced: dict[int, str] = {}  # by worker: why it was ended
         self._received: dict[int, m.Received] = {}
         self._doers: dict[type, Callable[[Any], None]] = {
             ms.Start: self._start,
             ms.Freeze: lambda d: self._tell(d.workers, m.Freeze(d.number)),
-            ms.Abort: lambda d: self._tell(d.workers, m.AbortGeneration(d.number)),
+            ms.Abort: self._abort,
             ms.Yield: lambda d: self._tell(d.workers, m.YieldRequested(d.number)),
             ms.Settle: lambda d: self._tell(d.workers, m.Settle(d.number, d.resolution)),
             ms.Copy: lambda d: self._tell(d.workers, m.CopyRequested(d.number, d.newcomers)),
@@ -276,6 +279,7 @@ class Conductor:
 
     def fence(self, worker: int, cause: str) -> None:
         """Ends a worker's process, whatever it is doing. Its end is heard of as any other's."""
+        self.fenced[worker] = cause
         self._crew.kill_worker(worker)
 
         async def insist() -> None:
@@ -320,6 +324,24 @@ class Conductor:
             self.happened(ms.Started(worker.number, worker.pid, place.node))
 
         self._owner.spawn(start())
+
+    def _abort(self, decision: ms.Abort) -> None:
+        """An abort may hang itself (in the driver of a device): whoever then still waits in a
+        collective is ended from outside. One that computes is the watch's affair."""
+        self._tell(decision.workers, m.AbortGeneration(decision.number))
+
+        def overdue() -> None:
+            state = self.membership
+            if state.number != decision.number or state.stage != "draining":
+                return
+            for person in state.members:
+                process = self._crew.workers.get(person.worker)
+                if person.report is None and process is not None:
+                    phase, _ = process.board.read()
+                    if phase in WAITING:
+                        self.fence(person.worker, f"its collectives did not end (phase {phase})")
+
+        asyncio.get_running_loop().call_later(_DRAIN_S, overdue)
 
     def _serve(self, decision: ms.Serve) -> None:
         for part, worker in enumerate(decision.workers):

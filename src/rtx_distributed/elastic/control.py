@@ -472,10 +472,21 @@ class Control:
         self._wait(lambda: self._farewell, interruptible=False)
 
     def fault(
-        self, error: BaseException, where: Where | None = None, *, fatal: bool = True
+        self,
+        error: BaseException,
+        where: Where | None = None,
+        *,
+        fatal: bool = True,
+        device_lost: bool = False,
     ) -> None:
-        """Reports an exception and waits (shortly) until the report is out. ``fatal``: another try
-        at the step cannot end otherwise."""
+        """Reports an exception and waits (shortly) until the report is out.
+
+        Args:
+            error: told with its traceback.
+            where: by default the phase under way.
+            fatal: another try at the step cannot end otherwise.
+            device_lost: the worker's device is unusable, at least for this process.
+        """
         place = where if where is not None else getattr(error, "where", None)
         phase, step = self._place if place is None else (place.phase, place.step)
         self._channel.send(
@@ -489,6 +500,7 @@ class Control:
                 step=step,
                 phase=phase,
                 fatal=fatal,
+                device_lost=device_lost,
             )
         )
         self._channel.flush(_FLUSH_S)

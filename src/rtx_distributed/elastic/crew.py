@@ -71,6 +71,7 @@ class Crew:
     ) -> None:
         self.workers: dict[int, Worker] = {}
         self.sessions: set[int] = set()
+        self.quarantined: set[int] = set()  # places whose device has failed
         self.fired: set[str] = set()  # entries of the fault plan that have acted
         self._job = job
         self._recorder = recorder
@@ -125,6 +126,12 @@ class Crew:
             await self._start_nursery()
             return await self._nursery.fork(request, descriptors)
 
+    def quarantine(self, number: int) -> None:
+        """The device of a worker has failed: nobody is started on it any more."""
+        worker = self.workers.get(number)
+        if worker is not None and self._job.environments:
+            self.quarantined.add(worker.place)
+
     def kill_worker(self, number: int) -> None:
         """SIGKILL to a worker and all it has started."""
         worker = self.workers.get(number)
@@ -141,7 +148,15 @@ class Crew:
     def _free_place(self) -> int:
         """The least place (device, cores) that no worker has that is alive."""
         taken = {worker.place for worker in self.workers.values() if worker.alive}
-        return next(p for p in itertools.count() if p not in taken | self._reserved)
+        taken |= self._reserved | self.quarantined
+        place = next(p for p in itertools.count() if p not in taken)
+        devices = len(self._job.environments)
+        if self.quarantined and place >= devices:
+            raise NurseryError(
+                f"no device is left for another worker: {len(self.quarantined)} of {devices} are "
+                "set aside after errors of their own"
+            )
+        return place
 
     async def start_worker(self, number: int, *, founder: bool, seat: int | None = None) -> Worker:
         """Starts a worker.

@@ -122,6 +122,7 @@ class Fault(_Message, frozen=True, tag="fault"):
     step: int | None
     phase: str | None
     fatal: bool = True
+    device_lost: bool = False
 
 
 class Broken(_Message, frozen=True, tag="broken"):

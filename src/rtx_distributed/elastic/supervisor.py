@@ -108,7 +108,7 @@ class _Supervisor:
         self._stopping = _Stopping()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed = False
-        self._hung: dict[int, str] = {}  # by worker: why it was ended
+        self._hung: set[int] = set()  # workers ended because they hung, which was told
         self._tail: Tail | None = None
         self._publisher = job.publisher
         self._recorder = Recorder(
@@ -363,7 +363,7 @@ class _Supervisor:
     def _on_hung(self, hung: Hung) -> None:
         """A worker that does not go on is ended, and lost like any other that has ended."""
         place = self._recorder.place(hung.worker)
-        self._hung[hung.worker] = hung.cause
+        self._hung.add(hung.worker)
         self._recorder.event(
             "worker_hung",
             step=hung.step,
@@ -392,6 +392,9 @@ class _Supervisor:
             return
         if self._failed:
             return  # the echo of the end
+        if fault.device_lost:
+            self._crew.quarantine(worker)
+            self._recorder.event("device_quarantined", worker=worker, cause=failure.cause)
         self._failures.append(failure)
         in_step = fault.step is not None and fault.phase in _IN_STEP
         place = self._recorder.place(worker)
@@ -471,7 +474,7 @@ class _Supervisor:
             self._failures.append(failure)
         self._recorder.lost(
             worker.number,
-            cause=self._hung.get(worker.number, failure.cause),
+            cause=self._conductor.fenced.get(worker.number, failure.cause),
             step=failure.step,
             phase=failure.phase,
             survivors=self._conductor.survivors_of(worker.number),

@@ -69,9 +69,28 @@ def _call(control: Control, request: SpawnRequest) -> int:
         if isinstance(error, SystemExit):
             code = error.code if error.code is not None else 0
             error = RankError(f"left by `sys.exit({code!r})` before the work was done")
-        control.fault(error, fatal=isinstance(error, UsageError | NonFiniteError))
+        control.fault(
+            error,
+            fatal=isinstance(error, UsageError | NonFiniteError),
+            device_lost=loses_device(error),
+        )
         return error.exit_code if isinstance(error, RtxError) else 1
     return 0
+
+
+_DEVICE_ERRORS = ("AcceleratorError", "CUDA error:", "HIP error:", "device-side assert")
+
+
+def loses_device(error: BaseException) -> bool:
+    """Whether ``error``, or what it came from, says that the device takes no more work from this
+    process: such errors stick, so it cannot go on. Out of memory is none."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = f"{type(seen).__name__}: {seen}"
+        if any(sign in text for sign in _DEVICE_ERRORS) and "out of memory" not in text:
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def load_entry(name: str) -> Callable[[Control, Any], None]:

@@ -110,10 +110,24 @@ def choose_workers(
     return "cuda", workers, [f"device: cuda ({accelerators} visible)"]
 
 
+_NCCL: dict[str, str | None] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Taking the interpreter's stack needs its lock, which a hung worker may hold.
+    "TORCH_INCLUDE_STACK_TRACE": "0",
+    # Memory of NVLink SHARP cannot be given back by an abort.
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+
 def worker_environment(accelerators: list[Accelerator], worker: int) -> dict[str, str | None]:
-    """What makes worker number ``worker`` see its own device alone; `cuda:0` to it."""
+    """What makes worker number ``worker`` see its own device alone; `cuda:0` to it. And NCCL's
+    watchdog is kept from ending a process whose peer is gone: the supervisor decides that."""
     device = accelerators[worker % len(accelerators)]
-    return {visible_variable(): device.visible}
+    own = {name: value for name, value in _NCCL.items() if name not in os.environ}
+    return {visible_variable(): device.visible} | own
 
 
 def is_linux() -> bool:

@@ -15,6 +15,7 @@ from rtx_distributed.checkpoint.write import DTYPES
 from rtx_distributed.elastic import messages as m
 from rtx_distributed.elastic.gate import Interrupted
 from rtx_distributed.elastic.resolution import Resolution
+from rtx_distributed.elastic.worker import loses_device
 from rtx_distributed.engine import RowMaker
 from rtx_distributed.engine.seams import Regrouped, StartOver, Work
 from rtx_distributed.errors import CommError, NonFiniteError, UsageError
@@ -60,7 +61,7 @@ class RunMembers:
             self.session.control.broken(error)
 
     def failed(self, error: Exception) -> None:
-        if isinstance(error, UsageError | NonFiniteError):
+        if isinstance(error, UsageError | NonFiniteError) or loses_device(error):
             raise error
         self.session.control.fault(error, fatal=False)
 
