@@ -144,8 +144,8 @@ class Faulty:
     # Hurting.
 
     def hit(self, *ranks: int, number: int = signal.SIGKILL) -> list[int]:
-        """A signal to the processes of these ranks; their pids."""
-        pids = [self.pid(rank) for rank in ranks]
+        """A signal to the processes of these ranks, as far as they are there; their pids."""
+        pids = [place["pid"] for place in self.places() if place["rank"] in ranks]
         for pid in pids:
             if number == signal.SIGKILL:
                 self.killed.add(pid)
@@ -228,10 +228,9 @@ class Undisturbed:
 def undisturbed(folder: Path, *args: str, steps: int, every: int = 10) -> Undisturbed:
     """Trains on one worker; lengths of disturbed runs are to be multiples of ``every``."""
     data = write_text(folder)
-    with train(
-        folder, "--checkpoint.every", str(every), *args, steps=steps, workers=1, data=data
-    ) as whole:
-        whole.finish()
+    args = ("--checkpoint.every", str(every), *args)
+    with train(folder, *args, steps=steps, workers=1, data=data, run="undisturbed") as whole:
+        whole.finish(limit_s=60 + steps / 10)
     losses = column(whole.run, "loss")
     return Undisturbed(whole.run, data, losses, ids_by_step(whole.run))
 
