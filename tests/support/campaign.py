@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from tests.support.runs import (
     events,
     ids_by_step,
     rows,
-    start_launch,
     start_train,
     wait_until,
     write_text,
@@ -195,14 +192,6 @@ def train(
     return Faulty(started, folder / run)
 
 
-def launch(
-    folder: Path, script: Path, *args: str, workers: int = 4, run: str = "run", **options: Any
-) -> Faulty:
-    """``rtxd launch`` of a test's script."""
-    started = start_launch(folder, script, *args, workers=workers, run=run, **options)
-    return Faulty(started, folder / run)
-
-
 @dataclass(slots=True)
 class Undisturbed:
     """What every run with the same settings must have come to.
@@ -241,7 +230,7 @@ def read_weights(run: Path, step: int) -> Weights:
     folder = run / "checkpoints" / f"step-{step:08d}"
     for path in sorted(folder.glob("shard-*.safetensors")):
         with safe_open(path, framework="numpy") as file:
-            for key in file.keys():  # noqa: SIM118: it is no mapping
+            for key in file.keys():  # noqa: SIM118
                 tensor = file.get_tensor(key)
                 if tensor.dtype.kind == "f":
                     parts.setdefault(str(path), {})[key] = tensor.astype(np.float64).reshape(-1)
@@ -351,10 +340,3 @@ def plan(entries: Mapping[tuple[int, int], str]) -> str:
         kind, _, phase = what.partition("@")
         texts.append(f"{kind}:rank={rank},step={step}" + (f",phase={phase}" if phase else ""))
     return ";".join(texts)
-
-
-def moments(draw: random.Random, *, limit_s: float) -> Iterator[None]:
-    """Goes on after pauses of random length."""
-    while True:
-        time.sleep(draw.uniform(0, limit_s))
-        yield
