@@ -257,6 +257,12 @@ class Step:
             reduced = context.layout.reduce(
                 self._sums, slots=len(self.mine), total_slots=len(self.all_slots)
             )
+        if context.settings.schedule is None and not reduced.same_rates:
+            raise ConfigError(
+                f"step {self.index}: the ranks have different learning rates, so their weights "
+                "would drift apart; give the learning-rate scheduler to `steps(scheduler=...)`, "
+                "which steps it alike everywhere, also on workers that join later"
+            )
         self._reduced = reduced
         context.gate.vouch(self.index, self.attempt)
         context.control.phase("vote", self.index)
