@@ -274,7 +274,7 @@ class MultiGpuTrainer:
         total = torch.tensor(
             [1.0 if count is None else float(count)], dtype=torch.float64, device=session.device
         )
-        with session.control.waiting():
+        with session.control.away():
             session.communicator.all_reduce(total).wait()
             handles = [session.communicator.all_reduce(t, async_op=True) for t in tensors]
             for handle in handles:
@@ -298,20 +298,20 @@ class MultiGpuTrainer:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         """Reduces ``tensor`` in place over all ranks, and returns it."""
-        with self._place.session.control.waiting():
+        with self._place.session.control.away():
             self._place.session.communicator.all_reduce(tensor, op=op).wait()
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Copies the root's ``tensor`` to all ranks, in place, and returns it."""
-        with self._place.session.control.waiting():
+        with self._place.session.control.away():
             self._place.session.communicator.broadcast(tensor, root=root).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` [n, ...] of every rank, as [world_size, n, ...]."""
         output = tensor.new_empty((self.world_size, *tensor.shape))
-        with self._place.session.control.waiting():
+        with self._place.session.control.away():
             self._place.session.communicator.all_gather(output, tensor.contiguous()).wait()
         return output
 
@@ -328,7 +328,7 @@ class MultiGpuTrainer:
                 f"rows must divide; {rows * self.world_size} or {(rows + 1) * self.world_size} do"
             )
         output = tensor.new_empty((rows, *tensor.shape[1:]))
-        with self._place.session.control.waiting():
+        with self._place.session.control.away():
             self._place.session.communicator.reduce_scatter(output, tensor.contiguous()).wait()
         return output
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -208,6 +211,8 @@ def open_session(
         CommError: the generation could not form.
     """
     session = Session(control, config, device, PeakMemory(), external=store)
+    if control.elastic:
+        _declare_compiles(control)
     if not control.founder:
         return session
     generation = control.generation(str(device))
@@ -220,6 +225,26 @@ def open_session(
             generation = _next_generation(control, error)
         else:
             return session
+
+
+def _declare_compiles(control: Control) -> None:
+    """A compilation may take minutes, in the middle of a forward pass, and is no hang."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return  # nothing here compiles
+    begun: list[contextlib.ExitStack] = []
+
+    def start(_: Any) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(control.away("compile"))
+        begun.append(stack)
+
+    def end(_: Any) -> None:
+        if begun:
+            begun.pop().close()
+
+    dynamo.callback.on_compile_start(start)
+    dynamo.callback.on_compile_end(end)
 
 
 def _next_generation(control: Control, error: CommError) -> Generation:
