@@ -151,8 +151,10 @@ class Conductor:
         return self._coordination.state
 
     def survivors_of(self, worker: int) -> int:
-        """How many members are left without ``worker``."""
-        return sum(member.worker != worker for member in self.membership.members)
+        """How many members are left without ``worker``; before there are any, workers."""
+        state = self.membership
+        those = state.people if state.generation is None else state.members
+        return sum(person.worker != worker for person in those)
 
     def scale(self, request: Scale) -> Answer:
         """`rtxd scale`: how many workers the run shall have."""
@@ -354,6 +356,10 @@ class Conductor:
             incident.announced = time.monotonic()
             incident.awaited = {member.worker for member in decision.generation.members}
         self._resolution = decision.resolution
+        if decision.resolution.action == "start" and self._recorder.last_step is not None:
+            # Nobody is left who holds the state: this is a resume, and told as one.
+            self._incident = None
+            self._recorder.fell_back = f"all workers were lost ({decision.cause})"
         self._before = self._recorder.generation
         self._owner.formed(decision.generation.members[0].worker)
         self._recorder.formed(decision)

@@ -127,6 +127,7 @@ class RunMembers:
         self._resolved = time.monotonic()
         try:
             session.join(order.generation)
+            self._formed = time.monotonic()
             if resolution.action == "start":
                 raise StartOver
         except CommError as error:
@@ -134,7 +135,6 @@ class RunMembers:
             return None
         finally:
             self.layout.rebind(session.communicator)
-        self._formed = time.monotonic()
         return Regrouped(session.communicator, self.rows(), resolution)
 
     def _serve(self, order: m.Serve, work: Work) -> None:
