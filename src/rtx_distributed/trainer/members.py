@@ -56,6 +56,10 @@ class RunMembers:
     _formed: float | None = field(init=False, default=None)
     _copy: MovingCopy | None = field(init=False, default=None)
 
+    def __post_init__(self) -> None:
+        self._formed = self.session.formed_again
+        self._resolved = self._formed or 0.0
+
     def broke(self, error: CommError) -> None:
         if not isinstance(error, Interrupted):
             self.session.control.broken(error)
