@@ -28,7 +28,7 @@ from typing import Any
 import measure
 
 from rtx_distributed.config import load
-from rtx_distributed.elastic import supervisor
+from rtx_distributed.elastic import guard, supervisor
 from rtx_distributed.elastic.control import Control
 from rtx_distributed.elastic.gate import Gate
 from rtx_distributed.elastic.job import TORCH_MODULES, Elastic, Job
@@ -176,8 +176,8 @@ def main() -> None:
         flag_path = Path(folder) / "flag"
         flag_path.write_bytes(b"\1")
         flag = Flag(str(flag_path))
-        living = supervisor._Supervisor._living
-        supervisor._Supervisor._living = (  # type: ignore[method-assign]
+        living = guard.Guard._living
+        guard.Guard._living = (  # type: ignore[method-assign]
             lambda self: living(self) if flag else []
         )
         before = measure.cpu_times(os.getpid())
