@@ -27,11 +27,17 @@ _OPS: dict[ReduceOp, Any] = {
 class C10dHandle:
     """Wraps a c10d work object; a failure names the operation, the rank and the world."""
 
-    __slots__ = ("_keep", "_open", "_what", "_work")
+    __slots__ = ("_await", "_keep", "_open", "_what", "_work")
 
     def __init__(
-        self, work: Any, what: str, keep: object, under_way: dict[int, C10dHandle]
+        self,
+        work: Any,
+        what: str,
+        keep: object,
+        under_way: dict[int, C10dHandle],
+        await_work: Callable[[Any, object], None],
     ) -> None:
+        self._await = await_work
         self._work = work
         self._what = what
         self._keep = keep  # the tensors must live until the transport is done with them
@@ -43,7 +49,7 @@ class C10dHandle:
             return
         work, self._work = self._work, None
         try:
-            work.wait()
+            self._await(work, self._keep)
         except RuntimeError as error:
             raise CommError(f"{self._what} failed: {first_line(error)}") from error
         finally:
@@ -134,10 +140,18 @@ class C10dCommunicator(Communicator):
             work = call()
         except RuntimeError as error:
             raise CommError(f"{what} failed: {first_line(error)}") from error
-        handle = C10dHandle(work, what, keep, self._under_way)
+        handle = C10dHandle(work, what, keep, self._under_way, self._await)
         if not async_op:
             handle.wait()
         return handle
+
+    def _await(self, work: Any, keep: object) -> None:
+        """Returns when ``work`` has ended.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+        work.wait()
 
     def drain(self) -> None:
         for handle in list(self._under_way.values()):

@@ -87,16 +87,16 @@ class BucketReducer:
         params = [self.parameters[i][1] for i in indices]
         total = sum(p.numel() for p in params)
         flat = torch.zeros(total, dtype=params[0].dtype, device=params[0].device)
-        views = []
-        offset = 0
         for position, parameter in enumerate(params):
-            views.append(_view_like(flat[offset : offset + parameter.numel()], parameter))
-            offset += parameter.numel()
             self._slots[parameter] = _Slot(bucket=len(self.buckets), position=position)
-        self.buckets.append(Bucket(flat=flat, params=params, views=views, indices=indices))
+        self.buckets.append(Bucket(flat, params, _views(flat, params), indices))
 
     def rebind(self, communicator: Communicator) -> None:
         """From now on reduces in another generation; nothing is under way."""
+        if self.communicator.stranded:
+            for bucket in self.buckets:
+                bucket.flat = torch.zeros_like(bucket.flat)
+                bucket.views = _views(bucket.flat, bucket.params)
         self.communicator = communicator
 
     def begin(self) -> None:
@@ -231,6 +231,12 @@ class BucketReducer:
             for parameter in bucket.params:
                 parameter.grad = None
         self.buckets = []
+
+
+def _views(flat: torch.Tensor, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """The places of ``params``, one after the other in ``flat``."""
+    pieces = flat.split([parameter.numel() for parameter in params])
+    return [_view_like(piece, p) for piece, p in zip(pieces, params, strict=True)]
 
 
 def _view_like(piece: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:

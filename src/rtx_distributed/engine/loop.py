@@ -105,7 +105,8 @@ class Loop:
                 gc.enable()
 
     def _steps(self) -> Iterator[Step]:
-        if self.state.step and self.state.step >= self.plan.steps:
+        # One that enters a run at its very end takes part in that.
+        if not self._entered and self.state.step and self.state.step >= self.plan.steps:
             self.ending = "already"
             return
         if self._gate.committed is None:
