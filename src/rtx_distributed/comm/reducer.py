@@ -235,7 +235,7 @@ class BucketReducer:
 
 def _views(flat: torch.Tensor, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     """The places of ``params``, one after the other in ``flat``."""
-    pieces = flat.split([parameter.numel() for parameter in params])
+    pieces = torch.split(flat, [parameter.numel() for parameter in params])
     return [_view_like(piece, p) for piece, p in zip(pieces, params, strict=True)]
 
 
