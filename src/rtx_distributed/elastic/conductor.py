@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from rtx_distributed.metrics import Console
 
 _ACTIONS = {"apply": "applied", "redo": "redone", "start": "restarted"}
 _ECHO_S = 0.3  # a death is known sooner than this after the failed collectives that it causes
+_COURTESY_S = 0.7
 _LEAVE_S = 10.0  # for a worker that may go
 _DRAIN_S = 15.0  # for collectives to end that were aborted
 _FENCE_S = 3.0  # a process that SIGKILL has not ended by then is stuck in the kernel
@@ -313,6 +315,7 @@ class Conductor:
                 )
                 await asyncio.sleep(decision.delay_s)
             await self._crew_ready.wait()
+            await self._let_others_go_first(decision)
             try:
                 worker = await self._crew.start_worker(
                     decision.worker, founder=decision.founder, seat=decision.seat
@@ -326,6 +329,18 @@ class Conductor:
             self.happened(ms.Started(worker.number, worker.pid, place.node))
 
         self._owner.spawn(start())
+
+    async def _let_others_go_first(self, decision: ms.Start) -> None:
+        """Where cores are scarce a start would take them from the members, who do the step again.
+        Unless they wait for the one that is started."""
+        state = self.membership
+        crowded = len(os.sched_getaffinity(0)) <= self._job.workers
+        awaited = state.held_for == decision.worker or len(state.members) < state.minimum
+        if decision.founder or awaited or not crowded:
+            return
+        until = time.monotonic() + _COURTESY_S
+        while self._incident is not None and time.monotonic() < until:
+            await asyncio.sleep(0.01)
 
     def _abort(self, decision: ms.Abort) -> None:
         """An abort may hang itself (in the driver of a device): whoever then still waits in a
