@@ -123,7 +123,11 @@ class C10dCommunicator(Communicator):
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0) -> Handle:
         return self._run(
-            f"send to rank {to}", lambda: self._group.send([tensor], to, tag), tensor, True
+            f"send to rank {to}",
+            lambda: self._group.send([tensor], to, tag),
+            tensor,
+            True,
+            await_work=_await_plainly,
         )
 
     def recv(self, tensor: torch.Tensor, *, source: int, tag: int = 0) -> Handle:
@@ -132,26 +136,35 @@ class C10dCommunicator(Communicator):
             lambda: self._group.recv([tensor], source, tag),
             tensor,
             True,
+            await_work=_await_plainly,
         )
 
-    def _run(self, what: str, call: Callable[[], Any], keep: object, async_op: bool) -> Handle:
+    def _run(
+        self,
+        what: str,
+        call: Callable[[], Any],
+        keep: object,
+        async_op: bool,
+        *,
+        await_work: Callable[[Any, object], None] | None = None,
+    ) -> Handle:
         what = f"{what} on rank {self.rank} of {self.world_size} ({self.backend})"
         try:
             work = call()
         except RuntimeError as error:
             raise CommError(f"{what} failed: {first_line(error)}") from error
-        handle = C10dHandle(work, what, keep, self._under_way, self._await)
+        handle = C10dHandle(work, what, keep, self._under_way, await_work or self._await)
         if not async_op:
             handle.wait()
         return handle
 
     def _await(self, work: Any, keep: object) -> None:
-        """Returns when ``work`` has ended.
+        """Returns when ``work``, a collective, has ended.
 
         Raises:
             RuntimeError: it has failed.
         """
-        work.wait()
+        _await_plainly(work, keep)
 
     def drain(self) -> None:
         for handle in list(self._under_way.values()):
@@ -160,6 +173,10 @@ class C10dCommunicator(Communicator):
 
     def close(self) -> None:
         self._group = None
+
+
+def _await_plainly(work: Any, keep: object) -> None:
+    work.wait()
 
 
 def connect_store(host: str, port: int, prefix: str, *, timeout_s: float) -> c10d.Store:

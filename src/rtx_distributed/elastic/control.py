@@ -206,11 +206,12 @@ class Control:
             self._inject(name, step)
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around what waits for other members: standing still there is not this worker's fault."""
+    def away(self, what: str = "meeting") -> Iterator[None]:
+        """Around what may take any time, in the middle of another phase: waiting for other members,
+        a compilation. Standing still there is no hang."""
         phase, step = self._place
         where = -1 if step is None else step
-        self.phase("meeting", where)
+        self.phase(what, where)
         try:
             yield
         finally:

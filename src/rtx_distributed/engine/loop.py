@@ -240,13 +240,13 @@ class Loop:
         self.state = outcome.state
         row = self.rows.make(step, outcome, seconds=seconds, clock=self.context.clock)
         self.context.control.committed(row)
-        if self.members is not None:
-            self.members.committed(self)
         if outcome.kind == "skipped" and outcome.tokens:
             self._say_skip(step.index, outcome)
         if self.on_commit is not None:
-            self.context.control.phase("body", self.state.step)
+            self.context.control.phase("body", step.index)
             self.on_commit(outcome)
+        if self.members is not None:
+            self.members.committed(self)
         if self.state.step % self.intervals.collect == 0:
             gc.collect(1)
 

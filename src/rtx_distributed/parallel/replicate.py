@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +41,7 @@ class Reduced:
     nonfinite_ranks: tuple[int, ...]
     exposed_s: float
     used: tuple[bool, ...]  # by parameter, on any rank
+    same_rates: bool  # all ranks have the same learning rates
     buffers: torch.Tensor = field(repr=False)
 
 
@@ -76,6 +77,7 @@ class Replicate:
         device: torch.device,
         bucket_bytes: int = 25 * 2**20,
         overlap: bool = True,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -89,7 +91,7 @@ class Replicate:
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         self._check_optimizer()
         self.reducer = BucketReducer(
-            trained, communicator, bucket_bytes=bucket_bytes, overlap=overlap
+            trained, communicator, bucket_bytes=bucket_bytes, overlap=overlap, check=check
         )
         self.buffers = SlotBuffers(model)
         self._scales_inside = takes_grad_scale(optimizer)
@@ -147,7 +149,9 @@ class Replicate:
         norm = self.reducer.squared_norm()
         world = self._communicator.world_size
         numbers = torch.cat([tail[: 4 + world], norm.sqrt().to(tail.device).reshape(1)]).tolist()
-        flags = tail[4 + world : 4 + world + len(self._parameters)]
+        first_rate = 4 + world + len(self._parameters)
+        first_buffer = first_rate + len(self.optimizer.param_groups)
+        flags = tail[4 + world : first_rate]
         used = tuple(value > 0 for value in flags.tolist())
         self.reducer.expose(used)
         return Reduced(
@@ -159,19 +163,30 @@ class Replicate:
             nonfinite_ranks=tuple(r for r in range(world) if numbers[4 + r] > 0),
             exposed_s=exposed,
             used=used,
-            buffers=tail[4 + world + len(self._parameters) :],
+            same_rates=self._same_rates((tail[first_rate:first_buffer] / world).tolist()),
+            buffers=tail[first_buffer:],
         )
 
     def _tail(self, sums: StepSums, slots: int) -> torch.Tensor:
-        """[loss, counted, samples, slots, non-finite by rank, used by parameter, buffers]."""
+        """[loss, counted, samples, slots, non-finite by rank, used by parameter, learning rate by
+        group, buffers]."""
         world = self._communicator.world_size
         by_rank = torch.zeros(world, dtype=torch.float64, device=self.device)
         if sums.nonfinite_loss is not None:
             by_rank[self._communicator.rank] = sums.nonfinite_loss.double()
         counts = torch.tensor([sums.samples, slots], dtype=torch.float64, device=self.device)
         used = torch.tensor(self.reducer.used(), dtype=torch.float64, device=self.device)
-        parts = [sums.loss.reshape(1), sums.counted.reshape(1), counts, by_rank, used]
+        rates = torch.tensor(self._rates(), dtype=torch.float64, device=self.device)
+        parts = [sums.loss.reshape(1), sums.counted.reshape(1), counts, by_rank, used, rates]
         return torch.cat(parts + [p.to(self.device) for p in self.buffers.payload()])
+
+    def _rates(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+
+    def _same_rates(self, means: list[float]) -> bool:
+        """Whether all ranks have these learning rates, by their means over the ranks."""
+        pairs = zip(self._rates(), means, strict=True)
+        return all(abs(own - mean) <= 1e-12 * max(abs(own), abs(mean)) for own, mean in pairs)
 
     def rate(self) -> float:
         """The learning rate of the first parameter group."""
@@ -193,7 +208,7 @@ class Replicate:
             self.optimizer.step()
         self.buffers.commit(reduced.buffers, slots=reduced.slots)
         self.update = Update(
-            tuple(float(group["lr"]) for group in self.optimizer.param_groups),
+            self._rates(),
             reduced.used,
             reduced.slots,
             reduced.buffers,

@@ -23,7 +23,7 @@ from rtx_distributed.trainer.ambient import Place, join
 from rtx_distributed.trainer.beginning import Beginning, stand_by
 from rtx_distributed.trainer.given import without_effect
 from rtx_distributed.trainer.loops import make_layout, make_loop, precision_of
-from rtx_distributed.trainer.saving import SaveOnly, Saver
+from rtx_distributed.trainer.saving import SaveOnly, Saver, Scheduler
 from rtx_distributed.trainer.userdata import prepare_training
 from rtx_distributed.trainer.weights import agree_on_weights
 
@@ -154,6 +154,7 @@ class MultiGpuTrainer:
         micro_batch: int | None = None,
         shuffle: bool | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
+        scheduler: Scheduler | None = None,
         on_commit: Callable[[Outcome], None] | None = None,
     ) -> Iterator[Step]:
         """Yields the steps of the run, ``n`` (or those of ``epochs``) in all; each is committed
@@ -172,8 +173,10 @@ class MultiGpuTrainer:
                 divides.
             shuffle: by default ``data.shuffle``, or what the DataLoader does.
             collate: makes a batch of a list of samples; by default PyTorch's.
+            scheduler: of the learning rate; stepped here after each update of the weights, saved in
+                checkpoints, and given to workers that join.
             on_commit: called after each commit with what became of the step (loss, gradient norm,
-                counted tokens); the place for a learning-rate scheduler and other side effects.
+                counted tokens); the place for side effects.
         """
         layout = self._layout
         if layout is None:
@@ -214,7 +217,7 @@ class MultiGpuTrainer:
             schedule=None,
             state=RunState(scale=LossScale() if precision.scaled else None),
         )
-        loop.on_commit = on_commit
+        loop.on_commit = _after_commit(scheduler, on_commit)
         saver = Saver(
             session,
             layout,
@@ -223,6 +226,7 @@ class MultiGpuTrainer:
             fixed=data.fixed,
             run_id=place.run_id,
         )
+        saver.scheduler = scheduler
         if self.rank == 0 and not session.newcomer:
             idle = without_effect(place.explicit)
             if idle:
@@ -270,7 +274,7 @@ class MultiGpuTrainer:
         total = torch.tensor(
             [1.0 if count is None else float(count)], dtype=torch.float64, device=session.device
         )
-        with session.control.waiting():
+        with session.control.away():
             session.communicator.all_reduce(total).wait()
             handles = [session.communicator.all_reduce(t, async_op=True) for t in tensors]
             for handle in handles:
@@ -294,20 +298,20 @@ class MultiGpuTrainer:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
         """Reduces ``tensor`` in place over all ranks, and returns it."""
-        with self._place.session.control.waiting():
+        with self._place.session.control.away():
             self._place.session.communicator.all_reduce(tensor, op=op).wait()
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Copies the root's ``tensor`` to all ranks, in place, and returns it."""
-        with self._place.session.control.waiting():
+        with self._place.session.control.away():
             self._place.session.communicator.broadcast(tensor, root=root).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` [n, ...] of every rank, as [world_size, n, ...]."""
         output = tensor.new_empty((self.world_size, *tensor.shape))
-        with self._place.session.control.waiting():
+        with self._place.session.control.away():
             self._place.session.communicator.all_gather(output, tensor.contiguous()).wait()
         return output
 
@@ -324,6 +328,21 @@ class MultiGpuTrainer:
                 f"rows must divide; {rows * self.world_size} or {(rows + 1) * self.world_size} do"
             )
         output = tensor.new_empty((rows, *tensor.shape[1:]))
-        with self._place.session.control.waiting():
+        with self._place.session.control.away():
             self._place.session.communicator.reduce_scatter(output, tensor.contiguous()).wait()
         return output
+
+
+def _after_commit(
+    scheduler: Scheduler | None, then: Callable[[Outcome], None] | None
+) -> Callable[[Outcome], None] | None:
+    if scheduler is None:
+        return then
+
+    def committed(outcome: Outcome) -> None:
+        if outcome.kind == "applied":
+            scheduler.step()
+        if then is not None:
+            then(outcome)
+
+    return committed

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from rtx_distributed.checkpoint.layout import assign, grid, model_fingerprint
@@ -23,6 +24,16 @@ from rtx_distributed.parallel import Replicate
 from rtx_distributed.parallel.optimizer import ensure_tensor, restore_scalars, state_scalars
 from rtx_distributed.trainer.fixed import refuse_differences
 from rtx_distributed.trainer.session import Session
+
+
+class Scheduler(Protocol):
+    """A learning-rate scheduler of the user's; its state is plain numbers."""
+
+    def step(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class Saver:
@@ -49,6 +60,7 @@ class Saver:
         self.run_dir = run_dir
         self.fixed = fixed
         self.run_id = run_id
+        self.scheduler: Scheduler | None = None
         self.last_path: str | None = None
         self._attempts: dict[int, int] = {}
 
@@ -99,7 +111,7 @@ class Saver:
             tensors=specs,
             data=self.fixed,
             aliases=layout.aliases(),
-            state=_encode_state(state, layout),
+            state=self._encode(state),
         )
 
     def choose(self) -> tuple[Path | None, list[str]]:
@@ -204,7 +216,7 @@ class Saver:
 
     def numbers(self, state: RunState) -> dict[str, Any]:
         """The numbers of the committed state, beside its tensors; see `take_numbers`."""
-        return _encode_state(state, self.layout) | {
+        return self._encode(state) | {
             "step": state.step,
             "samples": state.samples,
             "tokens": state.tokens,
@@ -217,7 +229,20 @@ class Saver:
         groups = layout.optimizer.param_groups
         for group, rate in zip(groups, numbers.get("rates", []), strict=False):
             group["lr"] = rate
+        if self.scheduler is not None and numbers.get("scheduler"):
+            self.scheduler.load_state_dict(numbers["scheduler"])
         return _decode_state(numbers, first)
+
+    def _encode(self, state: RunState) -> dict[str, Any]:
+        encoded = _encode_state(state, self.layout)
+        if self.scheduler is not None:
+            plain = {
+                key: value
+                for key, value in self.scheduler.state_dict().items()
+                if not callable(value) and not isinstance(value, torch.optim.Optimizer)
+            }
+            encoded["scheduler"] = msgspec.to_builtins(plain)
+        return encoded
 
 
 class SaveOnly:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -37,6 +40,7 @@ class Session:
     Attributes:
         generation: the current one; a newcomer's has no member.
         external: another launcher's store, which all generations meet in.
+        formed_again: CLOCK_MONOTONIC, where the first generation broke while it formed.
     """
 
     control: Control
@@ -48,6 +52,7 @@ class Session:
     backend_note: str = "comm: none (one worker)"
     external: Store | None = None
     store: Store | None = None
+    formed_again: float | None = None
 
     @property
     def newcomer(self) -> bool:
@@ -208,6 +213,8 @@ def open_session(
         CommError: the generation could not form.
     """
     session = Session(control, config, device, PeakMemory(), external=store)
+    if control.elastic:
+        _declare_compiles(control)
     if not control.founder:
         return session
     generation = control.generation(str(device))
@@ -218,8 +225,29 @@ def open_session(
             if not control.elastic:
                 raise
             generation = _next_generation(control, error)
+            session.formed_again = time.monotonic()
         else:
             return session
+
+
+def _declare_compiles(control: Control) -> None:
+    """A compilation may take minutes, in the middle of a forward pass, and is no hang."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return  # nothing here compiles
+    begun: list[contextlib.ExitStack] = []
+
+    def start(_: Any) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(control.away("compile"))
+        begun.append(stack)
+
+    def end(_: Any) -> None:
+        if begun:
+            begun.pop().close()
+
+    dynamo.callback.on_compile_start(start)
+    dynamo.callback.on_compile_end(end)
 
 
 def _next_generation(control: Control, error: CommError) -> Generation:

@@ -192,11 +192,15 @@ def test_the_outcome_of_a_step() -> None:
     assert second.loss == pytest.approx(0.85 * 4.5, rel=1e-6)
     assert second.state == RunState(step=2, updates=2, tokens=4, samples=4)
     phases = run.control.phases
-    assert phases[:4] == [("body", 0), ("data", 0), ("forward", 0), ("backward", 0)]
+    # Before the first step all ask each other whether anybody is to stop, and agree on the shares.
+    assert phases[:3] == [("meeting", 0), ("meeting", 0), ("body", 0)]
+    assert phases[3:6] == [("data", 0), ("forward", 0), ("backward", 0)]
     assert [name for name, step in phases if step == 1] == [
         "body",
         *["data", "forward", "backward"] * 2,
+        "body",  # what the user's loop does after its slots
         *["reduce", "vote", "optimizer"],
+        "body",  # what it does after the commit
     ]
 
 
@@ -352,3 +356,19 @@ def unlike(loop: Loop) -> Loop:
             return Assignment((1, 2))
 
     return Unlike(loop.context, loop.plan, loop.source, loop.state, loop.rows)
+
+
+def test_ranks_with_different_learning_rates_are_stopped_before_they_drift() -> None:
+    def rank_main(communicator: Communicator) -> float:
+        run = scalar_run([1.0, 2.0, 3.0, 4.0], global_batch=2)
+
+        def schedule(outcome: Outcome) -> None:  # as a scheduler that only some ranks step
+            if communicator.rank == 1:
+                run.optimizer.param_groups[0]["lr"] = 0.01
+
+        run.on_commit = schedule
+        with pytest.raises(ConfigError, match=r"step 1: the ranks have different learning rates"):
+            run.train(communicator)
+        return weight(run)
+
+    assert on_fake_ranks(3, rank_main) == pytest.approx([-0.15] * 3)
