@@ -27,8 +27,12 @@ def test_an_exception_twice_in_a_step_ends_the_run_and_stands_last_once(
     }
     started = [
         train(
-            *(tmp_path, "--faults", text),
-            **{"steps": 20, "workers": 2, "run": f"run-{number}", "merged": True},
+            tmp_path,
+            *("--faults", text),
+            steps=20,
+            workers=2,
+            run=f"run-{number}",
+            merged=True,
             data=undisturbed.data,
         ).started
         for number, text in enumerate(runs)

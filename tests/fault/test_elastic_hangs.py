@@ -8,6 +8,8 @@ import random
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.support.campaign import Undisturbed, check_run, plan, seeds, train
 from tests.support.runs import events, rows
 
@@ -18,10 +20,11 @@ def test_stopped_looping_and_holding_workers(
 ) -> None:
     """By the fault plan: SIGSTOP, an endless loop, the interpreter lock held for ever."""
     draw = random.Random(seed)
-    phases = ["data", "forward", "backward", "reduce", "vote", "optimizer"]
+    computing = ["data", "forward", "backward", "optimizer"]
+    phases = {"stop": [*computing, "reduce", "vote"], "hold": [*computing, "reduce", "vote"]}
     kinds = draw.sample(["stop", "loop", "hold"], 3)
     faults = {
-        (15 + 30 * n, draw.randrange(3)): f"{kind}@{draw.choice(phases)}"
+        (15 + 30 * n, draw.randrange(3)): f"{kind}@{draw.choice(phases.get(kind, computing))}"
         for n, kind in enumerate(kinds)
     }
     args = ("--faults", plan(faults))
@@ -30,6 +33,17 @@ def test_stopped_looping_and_holding_workers(
     check_run(run, steps=100, undisturbed=undisturbed)
     assert len(events(run.run, "fault_injected")) == 3
     assert len(events(run.run, "worker_lost")) == 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("phase", ["reduce", "vote"])
+def test_an_endless_loop_where_the_others_wait(
+    tmp_path: Path, undisturbed: Undisturbed, phase: str
+) -> None:
+    args = ("--faults", plan({(15, 1): f"loop@{phase}"}))
+    with train(tmp_path, *args, steps=30, workers=3, data=undisturbed.data) as run:
+        run.finish(limit_s=40)
+    check_run(run, steps=30, undisturbed=undisturbed)
 
 
 def test_a_stopped_worker_that_wakes_up_after_its_end_changes_nothing(

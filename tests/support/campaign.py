@@ -77,12 +77,12 @@ class Faulty:
     # Looking.
 
     def wait(self, condition: Callable[[], object], *, limit_s: float = 40) -> None:
-        """Until ``condition``; fails with the console where the run ends before, or at the limit."""
+        """Until ``condition``; fails with the console where the run ends first, or at the limit."""
         wait_until(self.started, condition, limit_s=limit_s)
 
     def step(self) -> int:
         """Steps in the metrics."""
-        path = self.run / "metrics.jsonl"
+        path = self.run / "metrics.jsonl"  # a line is written at once, so none is half there
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def wait_step(self, step: int, *, limit_s: float = 40) -> None:
@@ -92,6 +92,11 @@ class Faulty:
     def wait_more(self, steps: int) -> None:
         """Until ``steps`` more steps are committed than now."""
         self.wait_step(self.step() + steps)
+
+    def wait_progress(self) -> None:
+        """Until the members of now have committed a step together."""
+        number = self.places()[0]["generation"]
+        self.wait(lambda: self.step() and column(self.run, "generation")[-1] >= number)
 
     def places(self) -> list[dict[str, Any]]:
         """The members now, by rank; none before the first generation."""
