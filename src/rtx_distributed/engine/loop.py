@@ -105,7 +105,9 @@ class Loop:
                 gc.enable()
 
     def _steps(self) -> Iterator[Step]:
-        if self.state.step and self.state.step >= self.plan.steps:
+        # A newcomer to members that are at the end goes through it with them.
+        joins = self._entered and self.ending is None
+        if not joins and self.state.step and self.state.step >= self.plan.steps:
             self.ending = "already"
             return
         if self._gate.committed is None:
