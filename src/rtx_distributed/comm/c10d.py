@@ -27,11 +27,17 @@ _OPS: dict[ReduceOp, Any] = {
 class C10dHandle:
     """Wraps a c10d work object; a failure names the operation, the rank and the world."""
 
-    __slots__ = ("_keep", "_open", "_what", "_work")
+    __slots__ = ("_await", "_keep", "_open", "_what", "_work")
 
     def __init__(
-        self, work: Any, what: str, keep: object, under_way: dict[int, C10dHandle]
+        self,
+        work: Any,
+        what: str,
+        keep: object,
+        under_way: dict[int, C10dHandle],
+        await_work: Callable[[Any, object], None],
     ) -> None:
+        self._await = await_work
         self._work = work
         self._what = what
         self._keep = keep  # the tensors must live until the transport is done with them
@@ -43,7 +49,7 @@ class C10dHandle:
             return
         work, self._work = self._work, None
         try:
-            work.wait()
+            self._await(work, self._keep)
         except RuntimeError as error:
             raise CommError(f"{self._what} failed: {first_line(error)}") from error
         finally:
@@ -117,7 +123,11 @@ class C10dCommunicator(Communicator):
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int = 0) -> Handle:
         return self._run(
-            f"send to rank {to}", lambda: self._group.send([tensor], to, tag), tensor, True
+            f"send to rank {to}",
+            lambda: self._group.send([tensor], to, tag),
+            tensor,
+            True,
+            await_work=_await_plainly,
         )
 
     def recv(self, tensor: torch.Tensor, *, source: int, tag: int = 0) -> Handle:
@@ -126,18 +136,35 @@ class C10dCommunicator(Communicator):
             lambda: self._group.recv([tensor], source, tag),
             tensor,
             True,
+            await_work=_await_plainly,
         )
 
-    def _run(self, what: str, call: Callable[[], Any], keep: object, async_op: bool) -> Handle:
+    def _run(
+        self,
+        what: str,
+        call: Callable[[], Any],
+        keep: object,
+        async_op: bool,
+        *,
+        await_work: Callable[[Any, object], None] | None = None,
+    ) -> Handle:
         what = f"{what} on rank {self.rank} of {self.world_size} ({self.backend})"
         try:
             work = call()
         except RuntimeError as error:
             raise CommError(f"{what} failed: {first_line(error)}") from error
-        handle = C10dHandle(work, what, keep, self._under_way)
+        handle = C10dHandle(work, what, keep, self._under_way, await_work or self._await)
         if not async_op:
             handle.wait()
         return handle
+
+    def _await(self, work: Any, keep: object) -> None:
+        """Returns when ``work``, a collective, has ended.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+        _await_plainly(work, keep)
 
     def drain(self) -> None:
         for handle in list(self._under_way.values()):
@@ -146,6 +173,10 @@ class C10dCommunicator(Communicator):
 
     def close(self) -> None:
         self._group = None
+
+
+def _await_plainly(work: Any, keep: object) -> None:
+    work.wait()
 
 
 def connect_store(host: str, port: int, prefix: str, *, timeout_s: float) -> c10d.Store:

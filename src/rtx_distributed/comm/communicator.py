@@ -38,12 +38,17 @@ class Communicator(ABC):
 
     Every call is made by all ranks in the same order. Tensors are contiguous; reductions work in
     place. An all-reduce leaves bit-identical results on every rank.
+
+    Attributes:
+        stranded: a collective was given up before it had ended: tensors that took part in one that
+            failed may still be written to, and are not to be used again.
     """
 
     backend: str
     rank: int
     world_size: int
     generation: int
+    stranded: bool = False
 
     @abstractmethod
     def all_reduce(
@@ -82,7 +87,7 @@ class Communicator(ABC):
 
     def drain(self) -> None:
         """Waits until every collective that was begun has ended, well or not: until then it may
-        still write into its tensors. To be called after :meth:`abort`."""
+        still write into its tensors. To be called after :meth:`abort`; see also ``stranded``."""
         return
 
     @abstractmethod

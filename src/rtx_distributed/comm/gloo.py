@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,12 @@ from rtx_distributed.comm.c10d import C10dCommunicator, first_line
 from rtx_distributed.errors import CommError
 
 _MEET_S = 30.0
+_LOOK = timedelta(seconds=0.1)
+_LOST_S = 0.3  # an aborted collective that has not ended by then has lost a send
+
+# Groups with a collective that was given up, the collective, and its tensors. Dropping such a group
+# would wait for it.
+_stranded: list[tuple[Any, Any, object]] = []
 
 
 class GlooCommunicator(C10dCommunicator):
@@ -22,6 +30,10 @@ class GlooCommunicator(C10dCommunicator):
 
     ``ProcessGroupGloo.abort`` does nothing there, so :meth:`abort` shuts the group's own sockets
     down: a collective that waits on a stopped peer then raises within milliseconds.
+
+    Except where its thread meets a connection that has gone before gloo's own thread does: the send
+    then fails without a word, and the thread waits for it until the timeout. Such a collective is
+    given up after a moment, and the communicator is ``stranded``.
     """
 
     def __init__(
@@ -57,6 +69,7 @@ class GlooCommunicator(C10dCommunicator):
                 f"{first_line(error)}"
             ) from error
         self._sockets = sorted(_stream_sockets() - before)  # (descriptor, inode)
+        self._aborted_at: float | None = None
         super().__init__(
             group, backend="gloo", rank=rank, world_size=world_size, generation=generation
         )
@@ -75,6 +88,23 @@ class GlooCommunicator(C10dCommunicator):
                 pass  # already closed by the peer
             finally:
                 sock.close()
+        self._aborted_at = self._aborted_at or time.monotonic()
+
+    def _await(self, work: Any, keep: object) -> None:
+        while True:
+            try:
+                work.wait(_LOOK)
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # its own error, if it has not ended well just now
+                    return
+                since = self._aborted_at
+                if since is not None and time.monotonic() - since > _LOST_S:
+                    _stranded.append((self._group, work, keep))
+                    self.stranded = True
+                    raise RuntimeError("it was aborted, and given up") from None
+            else:
+                return
 
     def barrier(self) -> None:
         self.all_reduce(torch.ones(1, dtype=torch.int64)).wait()
@@ -82,6 +112,7 @@ class GlooCommunicator(C10dCommunicator):
     def close(self) -> None:
         super().close()
         self._sockets = []
+        _stranded[:] = [one for one in _stranded if not one[1].is_completed()]
 
 
 def _stream_sockets() -> set[tuple[int, int]]:

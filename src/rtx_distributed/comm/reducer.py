@@ -9,7 +9,7 @@ issues the same sequence whatever the order in which its gradients came.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +58,8 @@ class BucketReducer:
         bucket_bytes: the size of a bucket; the first one to be reduced is kept smaller
             (1 MiB at most), so that communication starts early.
         overlap: reduce while backward still runs; otherwise after it.
+        check: called with each gradient; what it raises ends the backward pass. (Later parameters
+            then have no gradient of this attempt, or an older one; `begin` forgets them all.)
     """
 
     parameters: Sequence[tuple[str, torch.nn.Parameter]]
@@ -65,6 +67,7 @@ class BucketReducer:
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
     overlap: bool = True
+    check: Callable[[], None] | None = None
     buckets: list[Bucket] = field(init=False, default_factory=list)
     timing: ReduceTiming = field(init=False, default_factory=ReduceTiming)
     reductions: int = field(init=False, default=0)
@@ -87,16 +90,16 @@ class BucketReducer:
         params = [self.parameters[i][1] for i in indices]
         total = sum(p.numel() for p in params)
         flat = torch.zeros(total, dtype=params[0].dtype, device=params[0].device)
-        views = []
-        offset = 0
         for position, parameter in enumerate(params):
-            views.append(_view_like(flat[offset : offset + parameter.numel()], parameter))
-            offset += parameter.numel()
             self._slots[parameter] = _Slot(bucket=len(self.buckets), position=position)
-        self.buckets.append(Bucket(flat=flat, params=params, views=views, indices=indices))
+        self.buckets.append(Bucket(flat, params, _views(flat, params), indices))
 
     def rebind(self, communicator: Communicator) -> None:
         """From now on reduces in another generation; nothing is under way."""
+        if self.communicator.stranded:
+            for bucket in self.buckets:
+                bucket.flat = torch.zeros_like(bucket.flat)
+                bucket.views = _views(bucket.flat, bucket.params)
         self.communicator = communicator
 
     def begin(self) -> None:
@@ -119,6 +122,8 @@ class BucketReducer:
         self._armed = self.overlap
 
     def _on_grad(self, parameter: torch.nn.Parameter) -> None:
+        if self.check is not None:
+            self.check()
         # A hook that raised would leave later parameters without gradients; finish() raises it.
         try:
             self._collect(parameter)
@@ -231,6 +236,12 @@ class BucketReducer:
             for parameter in bucket.params:
                 parameter.grad = None
         self.buckets = []
+
+
+def _views(flat: torch.Tensor, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """The places of ``params``, one after the other in ``flat``."""
+    pieces = torch.split(flat, [parameter.numel() for parameter in params])
+    return [_view_like(piece, p) for piece, p in zip(pieces, params, strict=True)]
 
 
 def _view_like(piece: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:

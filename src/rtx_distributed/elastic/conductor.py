@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from rtx_distributed.metrics import Console
 
 _ACTIONS = {"apply": "applied", "redo": "redone", "start": "restarted"}
 _ECHO_S = 0.3  # a death is known sooner than this after the failed collectives that it causes
+_COURTESY_S = 0.7
 _LEAVE_S = 10.0  # for a worker that may go
 _DRAIN_S = 15.0  # for collectives to end that were aborted
 _FENCE_S = 3.0  # a process that SIGKILL has not ended by then is stuck in the kernel
@@ -151,8 +153,10 @@ class Conductor:
         return self._coordination.state
 
     def survivors_of(self, worker: int) -> int:
-        """How many members are left without ``worker``."""
-        return sum(member.worker != worker for member in self.membership.members)
+        """How many members are left without ``worker``; before there are any, workers."""
+        state = self.membership
+        those = state.people if state.generation is None else state.members
+        return sum(person.worker != worker for person in those)
 
     def scale(self, request: Scale) -> Answer:
         """`rtxd scale`: how many workers the run shall have."""
@@ -312,6 +316,7 @@ class Conductor:
                 )
                 await asyncio.sleep(decision.delay_s)
             await self._crew_ready.wait()
+            await self._let_others_go_first(decision)
             try:
                 worker = await self._crew.start_worker(
                     decision.worker, founder=decision.founder, seat=decision.seat
@@ -325,6 +330,18 @@ class Conductor:
             self.happened(ms.Started(worker.number, worker.pid, place.node))
 
         self._owner.spawn(start())
+
+    async def _let_others_go_first(self, decision: ms.Start) -> None:
+        """Where cores are scarce a start would take them from the members, who do the step again.
+        Unless they wait for the one that is started."""
+        state = self.membership
+        crowded = len(os.sched_getaffinity(0)) <= self._job.workers
+        awaited = state.held_for == decision.worker or len(state.members) < state.minimum
+        if decision.founder or awaited or not crowded:
+            return
+        until = time.monotonic() + _COURTESY_S
+        while self._incident is not None and time.monotonic() < until:
+            await asyncio.sleep(0.01)
 
     def _abort(self, decision: ms.Abort) -> None:
         """An abort may hang itself (in the driver of a device): whoever then still waits in a
@@ -355,6 +372,10 @@ class Conductor:
             incident.announced = time.monotonic()
             incident.awaited = {member.worker for member in decision.generation.members}
         self._resolution = decision.resolution
+        if decision.resolution.action == "start" and self._recorder.last_step is not None:
+            # Nobody is left who holds the state: this is a resume, and told as one.
+            self._incident = None
+            self._recorder.fell_back = f"all workers were lost ({decision.cause})"
         self._before = self._recorder.generation
         self._owner.formed(decision.generation.members[0].worker)
         self._recorder.formed(decision)

@@ -81,6 +81,7 @@ class Recorder:
         config_toml: str | None = None,
         open_sink: OpenSink | None = None,
     ) -> None:
+        self.fell_back: str | None = None  # why the run resumes in the middle of a start
         self.summaries: dict[int, dict[str, Any]] = {}
         self.rejects = 0
         self._console = console
@@ -393,7 +394,7 @@ class Recorder:
             self.event(
                 "resume",
                 step=message.step,
-                cause=message.cause,
+                cause=self.fell_back or message.cause,
                 path=message.path,
                 passed_over=list(message.passed_over),
                 dropped_rows=dropped,

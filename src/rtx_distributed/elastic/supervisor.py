@@ -20,12 +20,12 @@ from typing import Any
 
 from rtx_distributed.elastic import membership as ms
 from rtx_distributed.elastic import messages as m
-from rtx_distributed.elastic.board import Board
 from rtx_distributed.elastic.conductor import Conductor
 from rtx_distributed.elastic.control import STOP_SIGNALS
 from rtx_distributed.elastic.crew import Crew, Worker
 from rtx_distributed.elastic.failure import Failure, first_of, from_death, from_fault, is_echo
 from rtx_distributed.elastic.folder import RunLock
+from rtx_distributed.elastic.guard import Guard
 from rtx_distributed.elastic.job import Job, Outcome
 from rtx_distributed.elastic.nursery import NurseryError
 from rtx_distributed.elastic.processes import (
@@ -37,7 +37,6 @@ from rtx_distributed.elastic.processes import (
 from rtx_distributed.elastic.recorder import Recorder
 from rtx_distributed.elastic.requests import RequestServer
 from rtx_distributed.elastic.tail import Tail
-from rtx_distributed.elastic.watch import Hung, watch_forever
 from rtx_distributed.errors import RtxError, RunFolderError
 from rtx_distributed.metrics import Console, make_console
 
@@ -47,8 +46,6 @@ _IN_STEP = frozenset(
     {"body", "data", "forward", "backward", "reduce", "vote", "optimizer"}
     | {"evaluation", "checkpoint"}
 )
-_WAITING = frozenset({"meeting", "reduce", "vote", "evaluation", "checkpoint"})
-_LEAVER_TURNS = 5  # seconds in one place beside a member that has left
 _PUBLISH_S = 60.0
 _LAST_RESORT_S = 5.0
 
@@ -108,7 +105,6 @@ class _Supervisor:
         self._stopping = _Stopping()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed = False
-        self._hung: set[int] = set()  # workers ended because they hung, which was told
         self._tail: Tail | None = None
         self._publisher = job.publisher
         self._recorder = Recorder(
@@ -131,6 +127,14 @@ class _Supervisor:
             job, owner=self, recorder=self._recorder, crew=self._crew, console=console
         )
 
+        self._guard = Guard(
+            job,
+            recorder=self._recorder,
+            crew=self._crew,
+            conductor=self._conductor,
+            console=console,
+            on_leaver=self._left_early,
+        )
         self._requests = RequestServer(self._conductor.scale, on_reject=self._recorder.rejected)
 
     async def _take_requests(self) -> None:
@@ -150,13 +154,15 @@ class _Supervisor:
             if self._job.elastic is not None:
                 await self._take_requests()
             self.spawn(self._launch())
-            self.spawn(self._watch_leavers())
+            self.spawn(self._guard.watch_leavers())
             if self._job.elastic is not None:
-                self.spawn(watch_forever(self._living, self._on_hung))
+                self.spawn(self._guard.watch_hangs())
+                self._guard.watch_devices()
             outcome = await self._ending
             # A checkpoint on its way is not given up, unless the user wants the end at once.
             await self._recorder.settle(_PUBLISH_S if outcome.exit_code != 130 else 1.0)
         finally:
+            self._guard.close()
             await self._requests.close()
             await self._cancel_tasks()
             self._crew.kill()
@@ -287,39 +293,10 @@ class _Supervisor:
         else:
             self._end(Outcome(1, f"{self._stopping.reason} before the first step: nothing trained"))
 
-    async def _watch_leavers(self) -> None:
-        """A member that has finished takes part in nothing more, so one that stands in a collective
-        beside it waits for ever: the leaver is at fault, be its own end ever so orderly."""
-        seen: dict[int, tuple[tuple[str, int | None], int]] = {}
-        while not self._recorder.finished:
-            await asyncio.sleep(1.0)
-            left = sorted(self._recorder.summaries)
-            if not left or self._failures:
-                continue
-            for worker in self._crew.workers.values():
-                at = worker.board.read()
-                if worker.number in left or not worker.alive or at[0] not in _WAITING:
-                    seen.pop(worker.number, None)
-                    continue
-                before, times = seen.get(worker.number, (at, 0))
-                seen[worker.number] = (at, times + 1 if before == at else 0)
-                if seen[worker.number][1] >= _LEAVER_TURNS:
-                    self._fail_leaver(left[0], worker)
-                    return
-
-    def _fail_leaver(self, leaver: int, waiting: Worker) -> None:
-        phase, step = waiting.board.read()
-        place = self._recorder.place(leaver)
-        waits = self._recorder.place(waiting.number).at(step, phase)
-        cause = "left before the work was done"
-        text = (
-            f"rank {place.rank} on {place.node} {cause}: its script has ended (by sys.exit, or "
-            f"out of its loop), and another waits for it: {waits}"
-        )
-        failure = Failure(time=time.monotonic(), worker=leaver, text=text, cause=cause, step=step)
+    def _left_early(self, failure: Failure) -> None:
         self._failures.append(failure)
-        self._recorder.lost(leaver, cause=cause, step=step)
-        self.run_failed(leaver, cause)
+        self._recorder.lost(failure.worker, cause=failure.cause, step=failure.step)
+        self.run_failed(failure.worker, failure.cause)
 
     def run_finished(self) -> None:
         self.spawn(self._end_when_all_have())
@@ -357,28 +334,6 @@ class _Supervisor:
 
     # Failures.
 
-    def _living(self) -> list[tuple[int, int, Board]]:
-        return [(w.number, w.pid, w.board) for w in self._crew.workers.values() if w.alive]
-
-    def _on_hung(self, hung: Hung) -> None:
-        """A worker that does not go on is ended, and lost like any other that has ended."""
-        place = self._recorder.place(hung.worker)
-        self._hung.add(hung.worker)
-        self._recorder.event(
-            "worker_hung",
-            step=hung.step,
-            worker=hung.worker,
-            pid=place.pid,
-            rank=place.rank,
-            phase=hung.phase,
-            cause=hung.cause,
-            silent=hung.silent_s,
-            survivors=self._conductor.survivors_of(hung.worker),
-            tell=True,
-        )
-        self._conductor.named(since=time.monotonic() - hung.silent_s)
-        self._conductor.fence(hung.worker, hung.cause)
-
     def happened(self, event: ms.MembershipEvent) -> None:
         self._conductor.happened(event)
 
@@ -393,8 +348,7 @@ class _Supervisor:
         if self._failed:
             return  # the echo of the end
         if fault.device_lost:
-            self._crew.quarantine(worker)
-            self._recorder.event("device_quarantined", worker=worker, cause=failure.cause)
+            self._guard.set_aside(worker, failure.cause)
         self._failures.append(failure)
         in_step = fault.step is not None and fault.phase in _IN_STEP
         place = self._recorder.place(worker)
@@ -478,7 +432,7 @@ class _Supervisor:
             step=failure.step,
             phase=failure.phase,
             survivors=self._conductor.survivors_of(worker.number),
-            tell=worker.number not in self._hung,
+            tell=worker.number not in self._guard.told,
         )
         self._conductor.lost(worker.number, failure.cause)
 

@@ -105,7 +105,7 @@ class Loop:
                 gc.enable()
 
     def _steps(self) -> Iterator[Step]:
-        # A newcomer to members that are at the end goes through it with them.
+        # One that enters a run at its very end takes part in that.
         joins = self._entered and self.ending is None
         if not joins and self.state.step and self.state.step >= self.plan.steps:
             self.ending = "already"

@@ -144,13 +144,13 @@ class Step:
                 return
             try:
                 batch = self._fetch(slot)
+                seed_streams(compute_seed(slot.seed))
+                context.layout.begin_slot(last=position == len(self.mine) - 1)
+                context.control.phase("forward", self.index)
             except Exception as error:
                 self._hold(error)
                 return
-            seed_streams(compute_seed(slot.seed))
-            context.layout.begin_slot(last=position == len(self.mine) - 1)
             self._open = True
-            context.control.phase("forward", self.index)
             with context.clock.phase("forward"), context.settings.precision.autocast():
                 yield batch
             self._open = False
@@ -206,7 +206,11 @@ class Step:
             return
         context = self._context
         self._backwards += 1
-        context.control.phase("backward", self.index)
+        try:
+            context.control.phase("backward", self.index)
+        except Exception as error:  # a fault to be injected
+            self._hold(error)
+            return
         if context.poisons is not None and context.poisons(self.index):
             loss_sum = loss_sum * float("nan")
         detached = loss_sum.detach().double()

@@ -29,8 +29,17 @@ _PLACES = {
     "evaluation": "in the evaluation",
     "checkpoint": "while writing the checkpoint",
     "end": "after its work",
+    "compile": "while compiling",
+    "regroup": "while the members changed",
+    "forming": "while a generation formed",
 }
-_STEPLESS = ("start", "meeting", "end")  # whatever step was noted last, it is not about it
+_STEPLESS = (
+    "start",
+    "meeting",
+    "end",
+    "regroup",
+    "forming",
+)  # whatever step was noted last, it is not about it
 _ACTIONS = {
     "applied": "{step} was complete and stands, nothing lost",
     "redone": "{step} was redone, nothing lost",

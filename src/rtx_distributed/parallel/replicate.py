@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -77,6 +77,7 @@ class Replicate:
         device: torch.device,
         bucket_bytes: int = 25 * 2**20,
         overlap: bool = True,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -90,7 +91,7 @@ class Replicate:
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         self._check_optimizer()
         self.reducer = BucketReducer(
-            trained, communicator, bucket_bytes=bucket_bytes, overlap=overlap
+            trained, communicator, bucket_bytes=bucket_bytes, overlap=overlap, check=check
         )
         self.buffers = SlotBuffers(model)
         self._scales_inside = takes_grad_scale(optimizer)

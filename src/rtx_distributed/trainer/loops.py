@@ -43,6 +43,7 @@ def make_layout(
         device=session.device,
         bucket_bytes=int(config.comm.bucket_mib * 2**20),
         overlap=config.comm.overlap,
+        check=session.control.gate.check if session.control.elastic else None,
     )
 
 

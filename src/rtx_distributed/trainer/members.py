@@ -56,6 +56,10 @@ class RunMembers:
     _formed: float | None = field(init=False, default=None)
     _copy: MovingCopy | None = field(init=False, default=None)
 
+    def __post_init__(self) -> None:
+        self._formed = self.session.formed_again
+        self._resolved = self._formed or 0.0
+
     def broke(self, error: CommError) -> None:
         if not isinstance(error, Interrupted):
             self.session.control.broken(error)
@@ -127,6 +131,7 @@ class RunMembers:
         self._resolved = time.monotonic()
         try:
             session.join(order.generation)
+            self._formed = time.monotonic()
             if resolution.action == "start":
                 raise StartOver
         except CommError as error:
@@ -134,7 +139,6 @@ class RunMembers:
             return None
         finally:
             self.layout.rebind(session.communicator)
-        self._formed = time.monotonic()
         return Regrouped(session.communicator, self.rows(), resolution)
 
     def _serve(self, order: m.Serve, work: Work) -> None:

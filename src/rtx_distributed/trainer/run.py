@@ -17,6 +17,7 @@ import torch
 from rtx_distributed.config import Config
 from rtx_distributed.data import BatchPlan, Slot
 from rtx_distributed.data.order import Order
+from rtx_distributed.elastic.gate import Gate
 from rtx_distributed.engine import (
     EarlyStop,
     Evaluation,
@@ -36,6 +37,7 @@ from rtx_distributed.parallel import (
     build_optimizer,
     checkpoint_activations,
     compile_blocks,
+    find_blocks,
 )
 from rtx_distributed.trainer.beginning import Beginning
 from rtx_distributed.trainer.loops import make_layout, make_loop, precision_of
@@ -124,6 +126,8 @@ def run_task(
     task.notes.append(f"precision: {precision.name} ({precision.reason})")
     _prepare_model(task, config)
     layout = _layout(session, task, config)
+    if session.control.elastic and not config.train.compile:
+        _make_interruptible(task.model, session.control.gate)
     plan = BatchPlan(
         task.order,
         global_batch=config.train.global_batch or 1,
@@ -188,6 +192,17 @@ def _prepare_model(task: Task, config: Config) -> None:
         checkpoint_activations(model)
     if config.train.compile:
         compile_blocks(model)
+
+
+def _make_interruptible(model: torch.nn.Module, gate: Gate) -> None:
+    """When the members change, a pass through the model is worth nothing any more: it ends at the
+    next block, not at the next collective. (A hook would be traced into a compiled block.)"""
+
+    def check(module: torch.nn.Module, inputs: Any) -> None:
+        gate.check()
+
+    for block in find_blocks(model):
+        block.register_forward_pre_hook(check)
 
 
 def _layout(session: Session, task: Task, config: Config) -> Replicate:

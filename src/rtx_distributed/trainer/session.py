@@ -40,6 +40,7 @@ class Session:
     Attributes:
         generation: the current one; a newcomer's has no member.
         external: another launcher's store, which all generations meet in.
+        formed_again: CLOCK_MONOTONIC, where the first generation broke while it formed.
     """
 
     control: Control
@@ -51,6 +52,7 @@ class Session:
     backend_note: str = "comm: none (one worker)"
     external: Store | None = None
     store: Store | None = None
+    formed_again: float | None = None
 
     @property
     def newcomer(self) -> bool:
@@ -223,6 +225,7 @@ def open_session(
             if not control.elastic:
                 raise
             generation = _next_generation(control, error)
+            session.formed_again = time.monotonic()
         else:
             return session
 
