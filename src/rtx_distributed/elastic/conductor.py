@@ -244,7 +244,8 @@ class Conductor:
 
         def unexplained() -> None:
             state = self.membership
-            if self._unexplained < message.number == state.number and state.stage == "training":
+            waits = state.stage in ("training", "yielding")  # nobody ends these collectives else
+            if self._unexplained < message.number == state.number and waits:
                 self._unexplained = message.number
                 place = self._recorder.place(worker)
                 where = place.at(message.step, message.phase)

@@ -291,8 +291,10 @@ class Person(msgspec.Struct, frozen=True):
     finished: bool = False
     leaving: bool = False
     frozen: bool = False
+    touched: bool = False  # was given some of the others' state, and has not joined yet
     copying: bool = False  # is given the state while the members train
     caught_up: bool = False
+    served: bool = False  # is given the state while the members stand still
     report: Report | None = None
     received: int | None = None
 
@@ -345,6 +347,11 @@ class State(msgspec.Struct, frozen=True):
     progressed: bool = False
 
     @property
+    def limit(self) -> int:
+        """How many members there may be."""
+        return self.target if self.maximum is None else min(self.target, self.maximum)
+
+    @property
     def number(self) -> int:
         """Of the current generation; 0 before the first."""
         return 0 if self.generation is None else self.generation.number
@@ -361,12 +368,19 @@ class State(msgspec.Struct, frozen=True):
         return tuple(p for p in self.people if self.is_member(p.worker) and not p.finished)
 
     @property
+    def staying(self) -> tuple[Person, ...]:
+        """Of the members, those that shall be in the next generation too; all, where otherwise
+        nobody would be: the others have finished."""
+        return tuple(member for member in self.members if not member.leaving) or self.members
+
+    @property
     def newcomers(self) -> tuple[Person, ...]:
         """Those that are ready and wait to be taken in."""
         return tuple(
             p
             for p in self.people
-            if not self.is_member(p.worker) and p.device is not None and not p.leaving
+            if not self.is_member(p.worker) and p.device is not None
+            if not p.leaving and not p.finished
         )
 
 
@@ -400,26 +414,45 @@ def _on_ready(state: State, event: Ready) -> Outcome:
     known = state.find(event.worker)
     if known is None or known.device is not None:
         return state, ()
-    state = _put(state, replace(known, device=event.device, address=event.address))
-    if state.stage == "gathering":
-        return _gather(state)
-    return _welcome(state)
+    return _welcome(_put(state, replace(known, device=event.device, address=event.address)))
 
 
 def _gather(state: State) -> Outcome:
-    founders = [person for person in state.people if person.founder]
+    founders = tuple(p for p in state.people if p.founder and not p.leaving)
     if not founders or any(person.device is None for person in founders):
         return state, ()
-    if len(founders) < state.minimum:
+    if not _enough(state, founders):
         return state, ()
-    return _form(state, tuple(founders), Resolution("start", 0))
+    return _form(state, founders, Resolution("start", 0))
+
+
+def _begin_again(state: State, *, cause: str) -> Outcome:
+    """Nobody has a state, or not one that could not be made again: all that come begin together.
+    Others take the places of newcomers that hold some of a state that is lost."""
+    spoilt = [p.worker for p in state.people if p.touched and not p.leaving]
+    people = tuple(
+        replace(p, founder=not (p.finished or p.touched), leaving=p.leaving or p.touched)
+        for p in state.people
+    )
+    state = replace(state, people=people, stage="gathering", cause=cause)
+    state, started = _fill(state, strikes=0, founder=True)
+    state, formed = _gather(state)
+    fences = (Fence(worker, "the state it was given is lost") for worker in spoilt)
+    return state, (*fences, *started, *formed)
+
+
+def _enough(state: State, people: tuple[Person, ...]) -> bool:
+    """Whether ``people`` may go on alone. Once a member has finished, only the end is left."""
+    return len(people) >= state.minimum or any(person.finished for person in state.people)
 
 
 def _welcome(state: State) -> Outcome:
     """Somebody could be taken in, or the members have come to stand still."""
+    if state.stage == "gathering":
+        return _gather(state)
     if state.stage == "training":
         return _prepare_change(state)
-    enough = len(state.members) + len(state.newcomers) >= state.minimum
+    enough = _enough(state, (*state.staying, *_chosen(state)))
     if state.stage == "short" and enough and not _holding(state):
         return _serve(state)
     return state, ()
@@ -443,7 +476,9 @@ def _prepare_change(state: State) -> Outcome:
     if copying or not state.newcomers or not _room(state):
         return state, ()
     chosen = {person.worker for person in state.newcomers[: _room(state)]}
-    people = tuple(replace(p, copying=True) if p.worker in chosen else p for p in state.people)
+    people = tuple(
+        replace(p, copying=True, touched=True) if p.worker in chosen else p for p in state.people
+    )
     newcomers = tuple((p.worker, p.address) for p in state.newcomers if p.worker in chosen)
     decision = Copy(state.number, _numbers(state.members), newcomers)
     return replace(state, people=people), (decision,)
@@ -451,15 +486,14 @@ def _prepare_change(state: State) -> Outcome:
 
 def _room(state: State) -> int:
     """How many newcomers can be taken in."""
-    staying = sum(not member.leaving for member in state.members)
-    limit = state.target if state.maximum is None else min(state.target, state.maximum)
-    return max(0, limit - staying)
+    return max(0, state.limit - len(state.staying))
 
 
 def _chosen(state: State) -> tuple[Person, ...]:
-    """The newcomers that the next generation takes in: those that keep up, where some do."""
+    """The newcomers that the next generation takes in: those that keep up, where some do, and
+    those first that have been given the state already."""
     up = tuple(person for person in state.newcomers if person.caught_up)
-    return (up or state.newcomers)[: _room(state)]
+    return tuple(sorted(up or state.newcomers, key=lambda p: not p.served)[: _room(state)])
 
 
 def _on_caught_up(state: State, event: CaughtUp) -> Outcome:
@@ -473,13 +507,15 @@ def _on_lost(state: State, event: Lost) -> Outcome:
     gone = state.find(event.worker)
     if gone is None:
         return state, ()
-    member = state.is_member(gone.worker) and not gone.finished
-    state = _without(state, gone.worker)
+    member = state.is_member(gone.worker)
     if not state.elastic:
+        state = _without(state, gone.worker)
         return replace(state, stage="over"), (Fail(gone.worker, event.cause),)
-    if gone.finished or gone.leaving:
-        again: tuple[Decision, ...] = ()
-    else:
+    if gone.finished:
+        return state, ()  # its work is done
+    state = _without(state, gone.worker)
+    again: tuple[Decision, ...] = ()
+    if not gone.leaving:
         state, again = _replace_lost(state, gone, event.cause)
     if not state.people or state.stage == "over":
         return replace(state, stage="over"), (*again, Fail(gone.worker, event.cause))
@@ -487,7 +523,7 @@ def _on_lost(state: State, event: Lost) -> Outcome:
         state, more = _gather(state)
         return state, (*again, *more)
     if not member:
-        state, more = _finish(state) if gone.finished else _after_newcomer(state)
+        state, more = _after_newcomer(state)
         return state, (*again, *more)
     state = replace(state, lost=(*state.lost, gone.worker))
     if not state.members:
@@ -501,7 +537,10 @@ def _replace_lost(state: State, gone: Person, cause: str) -> Outcome:
     """Starts another in the place of a lost one, unless it fails again and again."""
     strikes = 1 if gone.progressed else gone.strikes + 1
     if strikes > state.budget:
-        state = replace(state, target=max(1, state.target - 1))
+        state = _recall(replace(state, target=max(1, state.target - 1)))
+        left = tuple(person for person in state.people if not person.leaving)
+        if any(not person.finished for person in left) and not _enough(state, left):
+            state = replace(state, stage="over")  # those that are left would wait for ever
         why = (
             "`elastic.restart_budget` is 0" if not state.budget else f"{strikes} failures in a row"
         )
@@ -517,16 +556,27 @@ def _replace_lost(state: State, gone: Person, cause: str) -> Outcome:
 
 def _fill(state: State, *, strikes: int, founder: bool, seat: int | None = None) -> Outcome:
     """Asks for as many workers as are missing."""
-    limit = state.target if state.maximum is None else min(state.target, state.maximum)
-    missing = limit - sum(not person.leaving for person in state.people)
+    state = _recall(state)
     delay = BACKOFF_S[min(max(0, strikes - 1), len(BACKOFF_S) - 1)]
     decisions: list[Decision] = []
-    for _ in range(missing):
+    for _ in range(_missing(state)):
         worker = state.last_worker + 1
         person = Person(worker, founder=founder, strikes=strikes, seat=seat)
         state = replace(state, last_worker=worker, people=(*state.people, person))
         decisions.append(Start(worker, delay, founder, seat))
     return state, tuple(decisions)
+
+
+def _missing(state: State) -> int:
+    return state.limit - sum(not person.leaving for person in state.people)
+
+
+def _recall(state: State) -> State:
+    """Members that were to leave, and have not been let go, stay where they are needed."""
+    leaving = [person.worker for person in state.members if person.leaving]
+    kept = leaving[: max(0, _missing(state))]
+    people = tuple(replace(p, leaving=False) if p.worker in kept else p for p in state.people)
+    return replace(state, people=people)
 
 
 def _bereft(state: State, worker: int, cause: str) -> Outcome:
@@ -535,15 +585,9 @@ def _bereft(state: State, worker: int, cause: str) -> Outcome:
     state, done = _finish(state)
     if done:
         return state, done
-    waiting = tuple(person for person in state.people if not person.finished)
-    if not waiting:
+    if all(person.finished or person.leaving for person in state.people):
         return replace(state, stage="over"), (Fail(worker, cause),)
-    people = tuple(
-        replace(person, founder=True, received=None) if not person.finished else person
-        for person in state.people
-    )
-    state = replace(state, people=people, stage="gathering", cause=cause)
-    return _gather(state)
+    return _begin_again(state, cause=cause)
 
 
 def _after_newcomer(state: State) -> Outcome:
@@ -585,7 +629,7 @@ def _recover(state: State, *, cause: str) -> Outcome:
         state = _unreported(state)
     # What newcomers have been given is of a generation that has ended.
     people = tuple(
-        replace(p, frozen=False, received=None, copying=False, caught_up=False)
+        replace(p, frozen=False, served=False, received=None, copying=False, caught_up=False)
         for p in state.people
     )
     state = replace(state, stage="freezing", cause=cause, people=people)
@@ -633,11 +677,9 @@ def _resolve(state: State) -> Outcome:
         # Their processes end, and the losses bring us here again.
         return state, tuple(Fence(w, "its state is torn") for w in decided.misfits)
     resolution = decided.resolution
-    staying = tuple(member for member in members if not member.leaving)
-    if not staying:
-        return state, ()
+    staying = state.staying
     settled = resolution.action == "redo"
-    enough = len(staying) >= state.minimum and not _holding(state)
+    enough = _enough(state, staying) and not _holding(state)
     if state.stage == "draining" and enough and state.held_for is None:
         return _form(state, staying, resolution)
     if settled and not _holding(state) and (state.newcomers or state.stage == "yielding"):
@@ -646,24 +688,30 @@ def _resolve(state: State) -> Outcome:
         return _form(state, staying, resolution)
     if settled:
         return replace(state, stage="short"), ()
+    if resolution.action == "start":
+        return _begin_again(state, cause=state.cause)
     state = replace(_unreported(state), stage="settling")
     return state, (Settle(state.number, _numbers(members), resolution),)
 
 
 def _serve(state: State) -> Outcome:
     """Gives the state of the members, who stand still, to the newcomers there is room for."""
-    staying = tuple(member for member in state.members if not member.leaving)
     chosen = _chosen(state)
-    state = replace(state, stage="serving")
+    people = tuple(
+        replace(p, served=p in chosen, touched=p.touched or p in chosen) for p in state.people
+    )
+    state = replace(state, people=people, stage="serving")
     wanting = tuple((p.worker, p.address) for p in chosen if p.received is None)
     if not wanting:
         return _served(state)
-    return state, (Serve(state.number, _numbers(staying), wanting),)
+    return state, (Serve(state.number, _numbers(state.staying), wanting),)
 
 
 def _on_received(state: State, event: Received) -> Outcome:
     known = state.find(event.worker)
-    if known is None or state.stage != "serving" or event.number != state.number:
+    if known is None or not known.served or event.number != state.number:
+        return state, ()
+    if state.stage != "serving":
         return state, ()
     state = _put(state, replace(known, received=event.committed))
     return _served(state)
@@ -671,12 +719,12 @@ def _on_received(state: State, event: Received) -> Outcome:
 
 def _served(state: State) -> Outcome:
     """Forms the next generation when all newcomers that were served have the state."""
-    staying = tuple(member for member in state.members if not member.leaving)
-    chosen = _chosen(state)
+    staying = state.staying
+    chosen = tuple(person for person in state.newcomers if person.served)[: _room(state)]
     if any(person.received is None for person in chosen):
         return state, ()
-    if len(staying) + len(chosen) < state.minimum:
-        return replace(state, stage="short"), ()
+    if not _enough(state, (*staying, *chosen)):
+        return _welcome(replace(state, stage="short"))
     reports = [m.report for m in staying if m.report is not None]
     resolution = Resolution(
         "redo",
@@ -721,6 +769,8 @@ def _form(state: State, people: tuple[Person, ...], resolution: Resolution) -> O
             report=None,
             received=None,
             founder=False,
+            touched=p.touched and p.worker not in chosen,
+            served=False,
             copying=False,
             caught_up=False,
             failed=False,
@@ -783,12 +833,13 @@ def _finish(state: State) -> Outcome:
 
 
 def _on_scale(state: State, event: Scale) -> Outcome:
-    wanted = max(1, event.workers)
+    wanted = max(1, state.minimum, event.workers)
     if state.maximum is not None:
         wanted = min(wanted, state.maximum)
     state = replace(state, target=wanted)
     staying = [person for person in state.people if not person.leaving and not person.finished]
-    surplus = staying[wanted:] if len(staying) > wanted else []
+    staying.sort(key=lambda person: not state.is_member(person.worker))
+    surplus = staying[wanted:]
     gone = {person.worker for person in surplus}
     decisions: list[Decision] = []
     # One that takes no part yet is simply ended; a member stops at a boundary.

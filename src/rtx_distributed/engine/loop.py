@@ -106,7 +106,8 @@ class Loop:
 
     def _steps(self) -> Iterator[Step]:
         # One that enters a run at its very end takes part in that.
-        if not self._entered and self.state.step and self.state.step >= self.plan.steps:
+        joins = self._entered and self.ending is None
+        if not joins and self.state.step and self.state.step >= self.plan.steps:
             self.ending = "already"
             return
         if self._gate.committed is None:

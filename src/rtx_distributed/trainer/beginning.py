@@ -81,7 +81,7 @@ class Beginning:
     def _join(self) -> bool:
         """A newcomer's way in; False where all begin together."""
         assert self._members is not None
-        resolution, has_state = self._members.receive()
+        resolution, has_state = self._members.receive(self._loop)
         self._take_place()
         if has_state:
             self._loop.enter(resolution)

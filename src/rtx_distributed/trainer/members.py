@@ -151,8 +151,9 @@ class RunMembers:
                 # Its death, if that is what it is, is known to the coordinator too.
                 self.session.control.warn(f"worker {worker} could not be given its part: {error}")
 
-    def receive(self) -> tuple[Resolution, bool]:
+    def receive(self, work: Work) -> tuple[Resolution, bool]:
         """A newcomer's way in: waits for the state of the others and for its first generation.
+        Where that breaks while it forms, this worker may be all that is left to give the state on.
 
         Returns:
             The resolution to begin with, and whether there is a state: without one all begin
@@ -206,6 +207,8 @@ class RunMembers:
                 elif isinstance(order, m.AbortGeneration):
                     session.drain()
                     control.report(control.gate.report())
+                elif isinstance(order, m.Serve):
+                    self._serve(order, work)
                 # A newcomer that gains nothing is given the rest while the members wait.
                 level = not control.orders_waiting or behind >= _PATIENCE
                 if level and isinstance(order, Delivery | Replay) and order.number > told:
@@ -221,7 +224,9 @@ class RunMembers:
     def _enter(self, order: m.Announce, held: Delivery | None) -> bool:
         """Goes into the first generation; False where that broke while it formed."""
         control = self.session.control
-        if held is not None:
+        if order.resolution.action == "start":
+            control.gate.committed = None  # what was received of others is of no use any more
+        elif held is not None:
             control.gate.stand(held.committed, attempts=order.resolution.attempt)
         with contextlib.suppress(CommError):
             self._resolved = time.monotonic()

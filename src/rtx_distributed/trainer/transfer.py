@@ -404,7 +404,9 @@ class Receiver:
             if self._settling is None or self._settling.head.number < head.number:
                 self._settling = _Round(head)
             current = self._settling
-            if current.head.committed != head.committed:
+            # Members that were too few wait in one generation, and settle again with others gone.
+            told = (head.committed, head.parts)
+            if (current.head.committed, current.head.parts) != told:
                 current = self._settling = _Round(head)
         barrier = Barrier()
         self._post(barrier)
