@@ -22,7 +22,7 @@ from rtx_distributed.elastic.journal import Journal
 from rtx_distributed.elastic.links import Link
 from rtx_distributed.elastic.recorder import Recorder
 from rtx_distributed.elastic.resolution import Resolution
-from rtx_distributed.metrics import PlainConsole
+from rtx_distributed.metrics import PlainConsole, StepRow
 
 AMOUNTS = pytest.mark.parametrize(
     "amount", [2000, pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.limit(900)])]
@@ -138,6 +138,12 @@ def test_the_recorder_outlives_any_message(tmp_path: Path, amount: int) -> None:
         generation = Generation(1, members, "127.0.0.1", 9, "g1/")
         recorder.formed(ms.Form(generation, Resolution("start", 0), "start"))
         ends = [connect(recorder, worker) for worker in (0, 1)]
+        # It would be waited for by as many ranks: 16 GiB of them.
+        huge = msgspec.structs.replace(
+            made(draw, StepRow), generation=1, step=0, rank=0, world_size=2**31
+        )
+        ends[0][0].data_received(m.encode(m.Committed(huge)))
+        assert recorder.rejects == 1
         dropped = 0
         for count in range(amount):
             side = draw.randrange(2)
