@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from tests.support.runs import (
     events,
     ids_by_step,
     rows,
-    start_launch,
     start_train,
     wait_until,
     write_text,
@@ -80,12 +77,12 @@ class Faulty:
     # Looking.
 
     def wait(self, condition: Callable[[], object], *, limit_s: float = 40) -> None:
-        """Until ``condition``; fails with the console where the run ends before, or at the limit."""
+        """Until ``condition``; fails with the console where the run ends first, or at the limit."""
         wait_until(self.started, condition, limit_s=limit_s)
 
     def step(self) -> int:
         """Steps in the metrics."""
-        path = self.run / "metrics.jsonl"
+        path = self.run / "metrics.jsonl"  # a line is written at once, so none is half there
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def wait_step(self, step: int, *, limit_s: float = 40) -> None:
@@ -95,6 +92,11 @@ class Faulty:
     def wait_more(self, steps: int) -> None:
         """Until ``steps`` more steps are committed than now."""
         self.wait_step(self.step() + steps)
+
+    def wait_progress(self) -> None:
+        """Until the members of now have committed a step together."""
+        number = self.places()[0]["generation"]
+        self.wait(lambda: self.step() and column(self.run, "generation")[-1] >= number)
 
     def places(self) -> list[dict[str, Any]]:
         """The members now, by rank; none before the first generation."""
@@ -195,14 +197,6 @@ def train(
     return Faulty(started, folder / run)
 
 
-def launch(
-    folder: Path, script: Path, *args: str, workers: int = 4, run: str = "run", **options: Any
-) -> Faulty:
-    """``rtxd launch`` of a test's script."""
-    started = start_launch(folder, script, *args, workers=workers, run=run, **options)
-    return Faulty(started, folder / run)
-
-
 @dataclass(slots=True)
 class Undisturbed:
     """What every run with the same settings must have come to.
@@ -241,7 +235,7 @@ def read_weights(run: Path, step: int) -> Weights:
     folder = run / "checkpoints" / f"step-{step:08d}"
     for path in sorted(folder.glob("shard-*.safetensors")):
         with safe_open(path, framework="numpy") as file:
-            for key in file.keys():  # noqa: SIM118: it is no mapping
+            for key in file.keys():  # noqa: SIM118
                 tensor = file.get_tensor(key)
                 if tensor.dtype.kind == "f":
                     parts.setdefault(str(path), {})[key] = tensor.astype(np.float64).reshape(-1)
@@ -351,10 +345,3 @@ def plan(entries: Mapping[tuple[int, int], str]) -> str:
         kind, _, phase = what.partition("@")
         texts.append(f"{kind}:rank={rank},step={step}" + (f",phase={phase}" if phase else ""))
     return ";".join(texts)
-
-
-def moments(draw: random.Random, *, limit_s: float) -> Iterator[None]:
-    """Goes on after pauses of random length."""
-    while True:
-        time.sleep(draw.uniform(0, limit_s))
-        yield
