@@ -154,7 +154,7 @@ def test_users_own_loops_under_the_same_faults(tmp_path: Path) -> None:
     flags = tmp_path / "flags"
     flags.mkdir()
     hurts = ("segfault", "kill", "raise", "exhaust", "loader")
-    text = plan({(31, 0): "kill@vote", (34, 1): "raise@forward", (36, 2): "oom@data"})
+    text = plan({(31, 0): "kill@vote", (34, 0): "raise@forward", (36, 0): "oom@data"})
     args = ("--data.log_samples", "true", "--data.workers", "1", "--faults", text)
 
     whole = launch_own(tmp_path, script, "--data.log_samples", "true", run="whole", workers=1)
