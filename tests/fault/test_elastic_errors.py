@@ -23,7 +23,7 @@ def test_an_exception_twice_in_a_step_ends_the_run_and_stands_last_once(
     runs = {
         "raise:rank=1,step=5,attempt=all": "RuntimeError: injected fault: raise:rank=1,step=5",
         "exit:rank=1,step=5,attempt=all": "left by `sys.exit(0)` before the work was done",
-        "oom:rank=1,step=5,attempt=all": "ran out of memory on cpu",
+        "oom:rank=1,step=5,attempt=all": "MemoryError: injected fault: oom:rank=1,step=5",
     }
     started = [
         train(

@@ -27,16 +27,18 @@ def test_coordinator_store_and_warm_parent_die(
     """Training goes on, and after each death another worker can be lost and replaced; with the
     coordinator goes the end of its journal."""
     helpers = ["coordinator", "store", "warm_parent", "journal"]
-    random.Random(seed).shuffle(helpers)
+    draw = random.Random(seed)
+    draw.shuffle(helpers)
     with train(tmp_path, steps=10**6, workers=3, data=undisturbed.data) as run:
         run.wait_step(3)
-        parent = run.helper("warm_parent")
+        parent = run.helper("warm-parent")
         for helper in helpers:
             members = [place["pid"] for place in run.places()]
             restarts = len(run.events("coordinator_restarted"))
             if helper == "store":
-                os.kill(run.store(), signal.SIGKILL)
-                run.wait_events("store_restarted")
+                os.kill(run.helper("store"), signal.SIGKILL)
+                if draw.random() < 0.5:
+                    run.wait_events("store_restarted")
             elif helper == "warm_parent":
                 os.kill(parent, signal.SIGKILL)
             else:
@@ -45,7 +47,8 @@ def test_coordinator_store_and_warm_parent_die(
                         file.write(b'{"time":1.0,"decision":"gener')
                 os.kill(run.helper("coordinator"), signal.SIGKILL)
                 run.wait_events("coordinator_restarted", restarts + 1)
-            run.wait_more(3)
+            if helper != "store":
+                run.wait_more(3)
             assert [place["pid"] for place in run.places()] == members
             kill_and_recover(run)
         run.started.signal(signal.SIGTERM)

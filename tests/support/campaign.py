@@ -125,23 +125,13 @@ class Faulty:
     def wait_events(self, name: str, count: int = 1) -> None:
         self.wait(lambda: len(self.events(name)) >= count)
 
-    def helper(self, word: str) -> int:
-        """The run's own process that is no worker and whose command line holds ``word``."""
-        workers = {place["pid"] for place in self.places()}
-        for pid in self.started.descendants() - workers:
-            with contextlib.suppress(psutil.Error):
-                if word in " ".join(psutil.Process(pid).cmdline()):
-                    return pid
-        raise AssertionError(f"the run has no process of `{word}`")
-
-    def store(self) -> int:
-        """The process of the key-value store."""
+    def helper(self, name: str) -> int:
+        """The run's own process that prints to ``logs/NAME.log``."""
         for pid in self.started.descendants():
             with contextlib.suppress(OSError):
-                log = Path(os.readlink(f"/proc/{pid}/fd/1")).name
-                if log == "store.log":
+                if Path(os.readlink(f"/proc/{pid}/fd/1")).name == f"{name}.log":
                     return pid
-        raise AssertionError("the run has no store")
+        raise AssertionError(f"the run has no process of `{name}`")
 
     # Hurting.
 

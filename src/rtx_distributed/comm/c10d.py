@@ -17,6 +17,8 @@ from torch._C import _distributed_c10d as c10d
 from rtx_distributed.comm.communicator import Communicator, DoneHandle, Handle, ReduceOp
 from rtx_distributed.errors import CommError
 
+_CONNECT_S = 5.0  # the store is there before anybody is told of it; a dead one never answers
+
 _OPS: dict[ReduceOp, Any] = {
     "sum": c10d.ReduceOp.SUM,
     "min": c10d.ReduceOp.MIN,
@@ -187,8 +189,9 @@ def connect_store(host: str, port: int, prefix: str, *, timeout_s: float) -> c10
             port,
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=min(timeout_s, _CONNECT_S)),
         )
+        store.set_timeout(timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
         raise CommError(
             f"cannot reach the store at `{host}:{port}`: {first_line(error)}"
