@@ -229,6 +229,8 @@ class Conductor:
             self._recovered(worker, message)
         elif isinstance(message, m.Injected):
             self._crew.fired.add(message.text)
+            for other in self._crew.workers:
+                self._recorder.send(other, m.Fired(message.index, message.text))
             self._recorder.event(
                 "fault_injected", worker=worker, cause=message.text, index=message.index
             )

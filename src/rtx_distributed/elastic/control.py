@@ -69,7 +69,7 @@ class Control:
         fired: Collection[str] = (),
     ) -> None:
         self.seat = -1 if seat is None else seat
-        self.fired = frozenset(fired)
+        self.fired = set(fired)
         self.worker = worker
         self.token = token
         self.elastic = elastic
@@ -535,6 +535,10 @@ class Control:
                 self._orders.append(message)
             elif isinstance(message, m.Freeze):
                 pass
+            elif isinstance(message, m.Fired):
+                self.fired.add(message.text)
+                if self._injector is not None:
+                    self._injector.has_acted(message.index)
             elif isinstance(message, m.YieldRequested):
                 self._yield_for = message.number
             elif isinstance(message, m.CopyRequested):

@@ -48,6 +48,10 @@ class EventInjector:
         self._here: tuple[int, int] | None = None
         self._acted: set[int] = set()  # in the attempt `_here`
 
+    def has_acted(self, index: int) -> None:
+        """An entry has acted on another worker; from any thread."""
+        self._fired.add(index)
+
     def fire(self, phase: str, *, step: int, rank: int, attempt: int) -> None:
         """Called by the main thread whenever a phase of ``step`` begins; the phase `checkpoint` is
         of the step that was committed last.

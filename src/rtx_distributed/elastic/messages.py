@@ -244,6 +244,13 @@ class Dismissed(_Message, frozen=True, tag="dismissed"):
     """The worker's place is not needed any more: leave."""
 
 
+class Fired(_Message, frozen=True, tag="fired"):
+    """An entry of the fault plan has acted on another worker, and acts on nobody else."""
+
+    index: int
+    text: str
+
+
 class StopRequested(_Message, frozen=True, tag="stop_requested"):
     """Stop at the next step boundary."""
 
@@ -311,6 +318,7 @@ ToWorker = (
     | Settle
     | Serve
     | Dismissed
+    | Fired
     | StopRequested
     | CheckpointPublished
     | CheckpointFailed

@@ -89,6 +89,7 @@ class Recorder:
         self._host = host
         self._people: dict[int, _Person] = {}
         self._generation: Generation | None = None
+        self._sizes: dict[int, int] = {}  # members by generation
         self._progressed = 0  # the last generation that has committed a step
         self._links: dict[int, Link] = {}
         self._finished = False
@@ -179,6 +180,7 @@ class Recorder:
     def formed(self, form: ms.Form) -> None:
         """A generation, which is in the journal, begins: its members hear of it."""
         self._generation = form.generation
+        self._sizes[form.generation.number] = form.generation.world_size
         self._checkpoints.drop_unfinished()
         self._files.workers(form.generation)
         self.event("generation", world_size=form.generation.world_size, cause=form.cause)
@@ -302,8 +304,12 @@ class Recorder:
             self._console.start(self._facts.total_steps, self._resumed.step)
 
     def _on_committed(self, worker: int, message: m.Committed) -> None:
-        now = asyncio.get_running_loop().time()
-        self._rows.add(message.row, now=now)
+        row, now = message.row, asyncio.get_running_loop().time()
+        if self._sizes.get(row.generation) != row.world_size:
+            raise ValueError(
+                f"a row of generation {row.generation} with {row.world_size} ranks, not of this run"
+            )
+        self._rows.add(row, now=now)
         self._write_rows(now=now)
         number = message.row.generation
         if self._generation is not None and self._progressed < number == self._generation.number:

@@ -62,6 +62,7 @@ class Loop:
     intervals: Intervals = field(default_factory=Intervals)
     on_commit: Callable[[Outcome], None] | None = None
     members: Members | None = None
+    explain: Callable[[Exception], Exception] = lambda error: error
     numbers_of: Callable[[RunState], dict[str, Any]] | None = None
     ending: Ending | None = field(init=False, default=None)
     last: Outcome | None = field(init=False, default=None)
@@ -125,7 +126,7 @@ class Loop:
             except Exception as error:
                 if self.members is None or self._gate.torn:
                     raise
-                self.members.failed(error)
+                self.members.failed(self.explain(error))
             self._regroup(planned=planned)
 
     def _in_generation(self) -> Generator[Step, None, bool]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from rtx_distributed.errors import DeviceMemoryError
@@ -19,27 +16,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CPU_ALLOCATOR)
 
 
-@contextmanager
-def memory_explained(*, rank: int, micro_batch: int, device: torch.device) -> Iterator[None]:
-    """Turns an out-of-memory error into one that says what to lower.
-
-    Raises:
-        DeviceMemoryError: in place of the error.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if not is_out_of_memory(error):
-            raise
-        first = str(error).strip().splitlines()
-        smaller = (
-            f"lower `train.micro_batch` (now {micro_batch}); the gradient stays the same"
-            if micro_batch > 1
-            else "the micro-batch is 1 already, so nothing smaller exists"
-        )
-        raise DeviceMemoryError(
-            f"rank {rank} ran out of memory on {device} with a micro-batch of {micro_batch}: "
-            f"{smaller}. Also: `--train.activation_checkpointing true`, a shorter "
-            f"`data.sequence_length`, a smaller model, `--train.precision bf16`. "
-            f"({first[0] if first else type(error).__name__})"
-        ) from error
+def explained(error: Exception, *, rank: int, micro_batch: int, device: torch.device) -> Exception:
+    """``error`` itself, or for one that means out of memory another one that says what to lower."""
+    if not is_out_of_memory(error):
+        return error
+    first = str(error).strip().splitlines()
+    smaller = (
+        f"lower `train.micro_batch` (now {micro_batch}); the gradient stays the same"
+        if micro_batch > 1
+        else "the micro-batch is 1 already, so nothing smaller exists"
+    )
+    other = DeviceMemoryError(
+        f"rank {rank} ran out of memory on {device} with a micro-batch of {micro_batch}: "
+        f"{smaller}. Also: `--train.activation_checkpointing true`, a shorter "
+        f"`data.sequence_length`, a smaller model, `--train.precision bf16`. "
+        f"({first[0] if first else type(error).__name__})"
+    )
+    other.__cause__ = error
+    return other

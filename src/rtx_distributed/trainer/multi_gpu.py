@@ -17,6 +17,7 @@ from rtx_distributed.engine import (
     RunState,
     Step,
 )
+from rtx_distributed.engine.outofmemory import explained
 from rtx_distributed.errors import ClusterError, CommError, ConfigError
 from rtx_distributed.parallel import Replicate, allocate_state
 from rtx_distributed.trainer.ambient import Place, join
@@ -216,6 +217,9 @@ class MultiGpuTrainer:
             precision=precision,
             schedule=None,
             state=RunState(scale=LossScale() if precision.scaled else None),
+        )
+        loop.explain = lambda error: explained(
+            error, rank=self.rank, micro_batch=plan.micro_batch, device=self.device
         )
         loop.on_commit = _after_commit(scheduler, on_commit)
         saver = Saver(

@@ -5,7 +5,6 @@ Both trainers and ``rtxd train`` come through :func:`run_task`; there is no seco
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from rtx_distributed.engine import (
     SlotSource,
     evaluate,
 )
-from rtx_distributed.engine.outofmemory import memory_explained
+from rtx_distributed.engine.outofmemory import explained
 from rtx_distributed.parallel import (
     OptimizerSettings,
     Precision,
@@ -157,15 +156,20 @@ def run_task(
     loop.on_commit = progress.committed
     _announce(session, task, plan, precision)
     begin = Beginning(session, config, loop, saver, plan, check_weights=task.check_weights)
-    explained = functools.partial(
-        memory_explained, micro_batch=plan.micro_batch, device=session.device
+    loop.explain = lambda error: explained(
+        error, rank=session.rank, micro_batch=plan.micro_batch, device=session.device
     )
-    with explained(rank=session.rank):
+    try:
         for step in begin.steps():
             # What the body raises is the step's failure, with which the loop may go on.
-            with step.body(), explained(rank=session.rank):
+            with step.body():
                 for batch in step.slots():
                     step.backward(*task.loss(task.model, batch))
+    except Exception as error:
+        told = loop.explain(error)
+        if told is error:
+            raise
+        raise told from error
     task.train.close()
     session.control.phase("end", loop.state.step)
     metrics = TrainingMetrics(

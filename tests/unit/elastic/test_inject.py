@@ -54,6 +54,14 @@ def test_only_at_its_place_and_only_once() -> None:
     assert len(told) == 1
 
 
+def test_what_has_acted_on_another_worker_acts_no_more() -> None:
+    """A checkpoint has no attempts: with the ranks renumbered the entry would hit the next one."""
+    injector = make("raise:rank=0,step=3,phase=checkpoint;raise:rank=0,step=4")
+    injector.has_acted(0)
+    assert not acts(injector, "checkpoint", step=3, rank=0)
+    assert acts(injector, "forward", step=4, rank=0)
+
+
 def test_once_holds_for_the_process_that_comes_after() -> None:
     plan = "raise:rank=0,step=3;raise:rank=0,step=4"
     injector = make(plan, fired=(0,))

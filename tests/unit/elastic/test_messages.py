@@ -33,6 +33,7 @@ def test_a_frame_is_its_length_and_its_body() -> None:
         m.Settle(3, Resolution("apply", 7)),
         m.Serve(3, 0, 2, ((8, "127.0.0.1:4001"),)),
         m.Dismissed(),
+        m.Fired(1, "kill:rank=0,step=4,phase=vote"),
         m.CheckpointPublished(5, "x"),
         m.CheckpointFailed(5, "disk full"),
         m.ResumeReady(5, 2, None),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rtx_distributed.comm import Communicator, LocalCommunicator
+from rtx_distributed.elastic.resolution import Resolution
 from rtx_distributed.engine import EarlyStop, Evaluation, Intervals, Loop, RunState
 from rtx_distributed.metrics import SlotRow
 from tests.support.training import MemorySource, Run, on_fake_ranks, scalar_run, weight
@@ -286,3 +287,16 @@ def test_leaving_the_loop_commits_nothing_more() -> None:
             step.backward(*run.loss(run.model, batch))
         break
     assert (loop.state.step, run.control.rows, weight(run)) == (0, [], 0.0)
+
+
+def test_one_that_enters_a_run_at_its_very_end_takes_part_in_that() -> None:
+    """The others save and evaluate with all members: it must not go as from a finished run."""
+    diary = Diary()
+    run = diary_run(4, diary)
+    loop = run.loop(LocalCommunicator())
+    loop.begin(RunState(step=4))
+    loop.enter(Resolution("redo", 4))
+    assert list(loop.steps()) == []
+    assert diary.calls == [("save", 4), ("evaluate", 4)]
+    assert loop.ending == "done"
+    loop.context.layout.close()
