@@ -319,6 +319,10 @@ class Conductor:
                 await asyncio.sleep(decision.delay_s)
             await self._crew_ready.wait()
             await self._let_others_go_first(decision)
+            awaited = self.membership.find(decision.worker)
+            if self.membership.stage == "over" or awaited is None or awaited.leaving:
+                self.happened(ms.Lost(decision.worker, "it was not needed any more"))
+                return
             try:
                 worker = await self._crew.start_worker(
                     decision.worker, founder=decision.founder, seat=decision.seat

@@ -246,6 +246,8 @@ class Recorder:
         self._links[hello.worker] = link
         if self._stop is not None:
             link.send(m.StopRequested(self._stop))
+        if self._finished:
+            link.send(m.Farewell())
 
     def disconnected(self, worker: int, link: Link) -> None:
         if self._links.get(worker) is link:
