@@ -14,6 +14,7 @@ from types import TracebackType
 
 import psutil
 
+from rtx_distributed.elastic.processes import die_with_parent
 from tests.support import system
 
 _MARK = "RTX_TEST_PROCESS"
@@ -52,6 +53,7 @@ class Started:
                 stdout=out,
                 stderr=out if merged else err,
                 start_new_session=True,  # a Ctrl-C in the terminal is for pytest
+                preexec_fn=die_with_parent,  # and so is its end by a signal
             )
 
     @property
