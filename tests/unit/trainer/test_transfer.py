@@ -259,10 +259,10 @@ def raw(newcomer: Newcomer, data: bytes) -> bytes:
     """Whatever comes back for ``data``."""
     host, _, port = newcomer.receiver.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
         found = b""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # the receiver may hang up in the middle
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
             while piece := sock.recv(4096):
                 found += piece
         return found
