@@ -21,6 +21,7 @@ COMPUTING = frozenset({"data", "forward", "backward", "optimizer"})
 # In these it waits for others, whose fault it may be; but it never holds the interpreter lock.
 # Every other phase (start, evaluation, checkpoint, ...) is a long region: it may take any time.
 WAITING = frozenset({"reduce", "vote", "regroup", "forming"})
+COLLECTIVES = frozenset({"reduce", "vote"})
 
 STOPPED_S = 0.5
 LEAST_S, LEAST_TIMES = 1.0, 5.0
@@ -125,6 +126,7 @@ class _Seen:
     beats: _Silence = field(default_factory=_Silence)
     main: _Core = field(default_factory=_Core)
     control: _Core = field(default_factory=_Core)
+    at_stamp: tuple[int, float] = (-1, 0.0)  # the last stamp, and the main thread's time then
 
     def add(self, reading: Reading, passed: float) -> None:
         was_stopped = self.state == "T"
@@ -140,12 +142,22 @@ class _Seen:
         if self.state in ("T", "Z", "X"):
             own = control = 0.0
         self.stamps.add(reading.progress.count, own)
+        if reading.main is not None and self.at_stamp[0] != reading.progress.count:
+            self.at_stamp = (reading.progress.count, reading.main.ran)
         # One that waits for the lock is starved with the one that has it.
         self.beats.add(-1 if reading.pulse is None else reading.pulse.count, own - control)
 
     @property
     def state(self) -> str:
         return self.reading.main.state if self.reading.main is not None else ""
+
+    @property
+    def busy(self) -> float:
+        """Seconds that the main thread has computed since its last stamp."""
+        main = self.reading.main
+        if main is None or self.at_stamp[0] != self.reading.progress.count:
+            return 0.0
+        return main.ran - self.at_stamp[1]
 
     @property
     def idle(self) -> bool:
@@ -203,6 +215,8 @@ class Watch:
         lock = f"holds the interpreter lock: no heartbeat for {seen.beats.seconds:.1f} s"
         if seen.beats.seconds > self._beat_limit(seen):
             return lock, seen.beats.seconds
+        if progress.phase in COLLECTIVES:
+            return self._computing_where_it_waits(seen)
         if progress.phase not in COMPUTING:
             return None
         limit = self._limit(seen, together=self._stand_together(worker))
@@ -217,6 +231,16 @@ class Watch:
             cause += ", held by a debugger"
         elif seen.beats.seconds > _LATE_S and seen.idle:
             cause = f"{lock}; {cause}"
+        return cause, seen.stamps.seconds
+
+    def _computing_where_it_waits(self, seen: _Seen) -> tuple[str, float] | None:
+        """Whoever waits for others uses no core: one that does so for long, without a stamp, is in
+        a loop of its own."""
+        phase = seen.reading.progress.phase
+        pace = self._pace(phase)
+        if pace.samples < _ENOUGH or seen.busy < max(LEAST_S, LEAST_TIMES * pace.usual):
+            return None
+        cause = f"computes in {phase}, where it should wait, for {seen.busy:.1f} s"
         return cause, seen.stamps.seconds
 
     def _beat_limit(self, seen: _Seen) -> float:

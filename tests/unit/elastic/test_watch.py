@@ -147,7 +147,8 @@ def test_a_newcomer_is_measured_by_the_others_and_by_those_who_are_gone() -> Non
 def test_who_waits_or_does_something_long_is_not_hung(phase: str) -> None:
     paces = {phase: Pace(100, 0.01, 0.01)}
     assert after(Worker(phase, paces=paces, look=ASLEEP)) is None
-    assert after(Worker(phase, paces=paces, act=computes)) is None
+    if phase not in ("reduce", "vote"):
+        assert after(Worker(phase, paces=paces, act=computes)) is None
 
 
 @pytest.mark.parametrize("phase", ["forward", "reduce", "evaluation", "start", "checkpoint"])
@@ -156,6 +157,21 @@ def test_a_stopped_process_is_hung_in_every_phase(phase: str) -> None:
     [(seconds, hung)] = Scene(stopped).run(60)
     assert soon(seconds, 0.5)
     assert hung.cause == "stopped (SIGSTOP or a debugger)"
+
+
+@pytest.mark.parametrize("phase", ["reduce", "vote"])
+def test_one_that_computes_where_it_should_wait(phase: str) -> None:
+    """An endless loop there; the limit is 5 times the usual duration, waiting included."""
+    paces = {phase: Pace(100, 0.4, 2.0)}
+    assert soon(after(Worker(phase, paces=paces, act=computes)), 2.0)
+    assert soon(after(Worker(phase, paces={phase: Pace(100, 0.03, 0.1)}, act=computes)), 1.0)
+    assert after(Worker(phase, paces={}, act=computes)) is None  # nothing known yet
+
+    def every_other(worker: Worker) -> None:  # as a loop on half a core
+        if round(worker.pulse.count) % 2:
+            computes(worker)
+
+    assert soon(after(Worker(phase, paces=paces, act=every_other)), 4.0)
 
 
 def test_one_that_is_continued_in_time_is_not_hung() -> None:
