@@ -61,7 +61,7 @@ def test_newcomers_die_on_their_way(tmp_path: Path, undisturbed: Undisturbed, se
             for pid in run.newcomers():
                 run.killed.add(pid)
                 os.kill(pid, signal.SIGKILL)
-            run.wait(lambda: not run.killed & {place["pid"] for place in run.places()})
+            run.wait_gone()
         run.wait_members(3)
         run.wait_progress()
         run.started.signal(signal.SIGTERM)

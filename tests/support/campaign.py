@@ -115,6 +115,10 @@ class Faulty:
         """Until ``count`` members train."""
         self.wait(lambda: len(self.places()) == count, limit_s=limit_s)
 
+    def wait_gone(self) -> None:
+        """Until no member of now is one that a test has killed."""
+        self.wait(lambda: not self.killed & {place["pid"] for place in self.places()})
+
     def events(self, name: str) -> list[dict[str, Any]]:
         """Those that are written in full by now."""
         with contextlib.suppress(FileNotFoundError):
