@@ -94,6 +94,7 @@ def test_r33_a_start_that_always_fails_is_given_up(tmp_path: Path) -> None:
     assert [told.count(f"is started in {pause} s") for pause in (1, 2, 4)] == [1, 1, 0]
     (error,) = [line for line in told.splitlines()[-2:] if line.startswith("error: ")]
     assert "phase start: " in error
+    assert error.endswith("(before step 1 was done)")
     assert other == 0
     check_run(none, steps=20)
     assert column(none.run, "world_size")[-1] == 1

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rtx_distributed.elastic import membership as ms
@@ -383,9 +383,12 @@ class _Supervisor:
             own = [failure for failure in self._failures if failure.worker == worker]
             place = self._recorder.place(worker)
             text = f"{place.at(self._recorder.last_step, None)}: {cause}"
-            self._failures = own[-1:] or [
+            last = own[-1:] or [
                 Failure(time=time.monotonic(), worker=worker, text=text, cause=cause)
             ]
+            if not self._conductor.membership.progressed:
+                last = [replace(last[0], text=f"{last[0].text} (before step 1 was done)")]
+            self._failures = last
         self._recorder.abort("the run ends: another worker failed")
         self.spawn(self._after(_SETTLE_S, self._end_by_failure))
 
@@ -453,8 +456,10 @@ class _Supervisor:
     def _end_by_failure(self) -> None:
         first = first_of(self._failures)
         where = ""
-        if first.worker >= 0 and first.exit_code != 2:  # a user's mistake is told in full
-            where = f"\nits output: {self._crew.log_of(first.worker)}"
+        log = self._crew.log_of(first.worker)
+        # A user's mistake is told in full; and one that was killed may have said nothing.
+        if first.worker >= 0 and first.exit_code != 2 and log.exists() and log.stat().st_size:
+            where = f"\nits output: {log}"
         self._end(
             Outcome(
                 first.exit_code,
