@@ -34,7 +34,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return load_file(folder / "weights.safetensors")
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_loop_with_multi_gpu_trainer_ends_with_the_weights_of_the_plain_loop(
     workers: int, plain: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

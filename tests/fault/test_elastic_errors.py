@@ -52,6 +52,7 @@ def test_an_exception_twice_in_a_step_ends_the_run_and_stands_last_once(
         assert column(tmp_path / f"run-{number}", "step") == list(range(5))
 
 
+@pytest.mark.soak
 def test_a_loss_that_is_no_number_skips_the_step_on_all(tmp_path: Path) -> None:
     text = plan({(5, 2): "nan", (12, 0): "nan", (13, 1): "kill@vote"})
     with train(tmp_path, "--faults", text, steps=30, workers=3) as run:

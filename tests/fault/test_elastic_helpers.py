@@ -7,6 +7,8 @@ import random
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.support.campaign import Faulty, Undisturbed, check_run, seeds, train
 from tests.support.runs import events, rows
 
@@ -58,6 +60,7 @@ def test_coordinator_store_and_warm_parent_die(
     assert len(events(run.run, "coordinator_restarted")) == 2
 
 
+@pytest.mark.soak
 @seeds(20)
 def test_the_coordinator_dies_while_a_loss_is_dealt_with(
     tmp_path: Path, undisturbed: Undisturbed, seed: int
@@ -77,6 +80,7 @@ def test_the_coordinator_dies_while_a_loss_is_dealt_with(
     check_run(run, steps=90, undisturbed=undisturbed)
 
 
+@pytest.mark.soak
 @seeds(20)
 def test_with_the_supervisor_all_end_and_the_run_can_be_resumed(
     tmp_path: Path, undisturbed: Undisturbed, seed: int

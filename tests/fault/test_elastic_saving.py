@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from rtx_distributed.checkpoint import verify
 from rtx_distributed.checkpoint.store import temporary_name
 from tests.support.campaign import Undisturbed, check_run, plan, seeds, train
@@ -43,6 +45,7 @@ def test_deaths_while_saving_and_evaluating(
     assert judged == list(range(5, 61, 5))
 
 
+@pytest.mark.soak
 def test_a_checkpoint_that_fails_on_one_rank_and_a_death_in_the_next(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:

@@ -54,6 +54,7 @@ def prepare_alone(tmp_path: Path, *, timeout_s: float, seconds: float) -> None:
     assert told.count("the others wait for rank 0 (no time limit)") == 1
 
 
+@pytest.mark.soak
 def test_r06_rank_0_prepares_longer_than_the_collective_timeout(tmp_path: Path) -> None:
     prepare_alone(tmp_path, timeout_s=2, seconds=3)
 

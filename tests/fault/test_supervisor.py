@@ -133,8 +133,8 @@ def test_r37_a_killed_rank_ends_the_run_and_its_helpers(tmp_path: Path) -> None:
     payload = {"steps": 9, "wrong": wrong("kill_with_children", rank=1, step=4, wait=True)}
     code, lines = finish(tmp_path, payload=payload)
     assert code == 1
-    assert f"rank 1 on {HOST}, generation 1, step 4, phase forward: process" in lines[-2]
-    assert "killed by signal 9 (SIGKILL)" in lines[-2]
+    assert f"rank 1 on {HOST}, generation 1, step 4, phase forward: process" in lines[-1]
+    assert "killed by signal 9 (SIGKILL)" in lines[-1]
     assert not [pid for pid in noted(tmp_path, 3) if psutil.pid_exists(pid)]
     lost = [row for row in rows(tmp_path, "events.jsonl") if row["event"] == "worker_lost"]
     assert lost[0]["cause"] == "was killed by signal 9 (SIGKILL)"

@@ -108,6 +108,7 @@ def masks_of(folder: Path) -> dict[tuple[int, ...], list[Any]]:
     return found
 
 
+@pytest.mark.soak
 @pytest.mark.limit(180)
 def test_r21_r24_a_run_on_4_ranks_ends_the_same_on_2_3_and_1(tmp_path: Path) -> None:
     """R21: weights and moments of an update rule that can be computed by hand. R24: the masks of
@@ -278,6 +279,7 @@ def test_a_disk_that_is_full_at_the_start(tmp_path: Path) -> None:
     assert left == []
 
 
+@pytest.mark.soak
 def test_a_disk_that_fills_up_in_the_middle(tmp_path: Path) -> None:
     """Checkpoints fail, each with its event, and training goes on; once there is room again they
     succeed."""
@@ -305,6 +307,7 @@ def test_a_disk_that_fills_up_in_the_middle(tmp_path: Path) -> None:
         assert not list((run / "checkpoints").glob(".*"))
 
 
+@pytest.mark.soak
 def test_going_back_leaves_no_later_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     run = tmp_path / "run"
     every = "--checkpoint.every=2"

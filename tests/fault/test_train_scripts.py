@@ -58,6 +58,7 @@ def exported(run: Path, step: int, to: Path) -> dict[str, np.ndarray]:
     return load_file(to)
 
 
+@pytest.mark.soak
 def test_r36_own_loop_is_saved_at_a_signal_and_goes_on(tmp_path: Path) -> None:
     quick = write_script(tmp_path, "quick.py", LOOP.format(pause=0))
     slow = write_script(tmp_path, "slow.py", LOOP.format(pause=0.1))
@@ -133,6 +134,7 @@ SHORT = """
 """
 
 
+@pytest.mark.soak
 def test_a_run_that_ended_with_a_short_step_is_not_extended(tmp_path: Path) -> None:
     one = write_script(tmp_path, "one.py", SHORT.format(epochs=1))
     two = write_script(tmp_path, "two.py", SHORT.format(epochs=2))
@@ -151,6 +153,7 @@ BOARD = (
 )
 
 
+@pytest.mark.soak
 def test_tensorboard_holds_each_step_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -249,6 +252,7 @@ def test_a_resume_from_nowhere_changes_nothing(tmp_path: Path) -> None:
 TELLS = "    print('after', trainer.stopped)\n"
 
 
+@pytest.mark.soak
 def test_a_script_started_by_hand_has_the_runs_exit_code(tmp_path: Path) -> None:
     slow = write_script(tmp_path, "slow.py", LOOP.format(pause=0.1) + TELLS)
     env = {"RTXD_RUN__DIR": "run"}

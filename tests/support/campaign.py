@@ -245,7 +245,8 @@ def distance(one: Weights, other: Weights) -> float:
     """Greatest relative difference of a tensor (or chunk of one) in the 2-norm."""
     assert one.keys() == other.keys()
     return max(
-        float(np.linalg.norm(one[name] - other[name]) / max(np.linalg.norm(other[name]), 1e-30))
+        float(np.linalg.norm(one[name] - other[name]))
+        / max(float(np.linalg.norm(other[name])), 1e-30)
         for name in one
         if not name.startswith("optimizer/")
     )

@@ -384,6 +384,7 @@ def test_abort_leaves_other_sockets_alone() -> None:
     assert [reused for reused, _ in results] == [True, True]
 
 
+@pytest.mark.soak
 def test_twenty_generations_leave_no_descriptor_and_no_thread() -> None:
     def rank_main(context: WorldContext) -> tuple[list[int], list[int], list[float]]:
         descriptors, threads, sums = [], [], []
