@@ -172,7 +172,7 @@ def campaign(
 
 
 def test_killed_at_random_and_gone_on_with_other_workers(tmp_path: Path, reference: Path) -> None:
-    campaign(tmp_path, reference, seed=1, every=7, kills=[kill_supervisor])
+    campaign(tmp_path, reference, seed=1, every=7, kills=[kill_supervisor, kill_everything])
 
 
 @pytest.mark.parametrize(
