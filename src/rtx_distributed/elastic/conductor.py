@@ -83,8 +83,8 @@ class Incident:
     formed: float = 0.0
     committed: float = float("inf")
 
-    def phases(self) -> dict[str, float | None]:
-        """Seconds by phase; None where nobody was lost."""
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase."""
         announced = self.announced or self.first_sign
         named = self.named if self.named is not None else self.first_sign
         fenced = self.fenced if self.fenced is not None else named
@@ -189,19 +189,20 @@ class Conductor:
         self._crew.fired |= past_faults(self._job.run_dir / "events.jsonl")
         await self._coordination.start()
         await self._crew.start()
+        if self._job.store:
+            await self._start_store()
         self._crew_ready.set()
 
-    def store_at(self, host: str, port: int) -> None:
-        """Where generations formed from now on meet."""
-        self.happened(ms.StoreAt(host, port))
+    async def _start_store(self) -> None:
+        """Generations formed from now on meet at it."""
+        self.happened(ms.StoreAt(*await self._crew.start_store()))
 
     def store_ended(self) -> None:
         """The store's process has died: generations go on without it, and the next one meets at
         another."""
 
         async def again() -> None:
-            host, port = await self._crew.start_store()
-            self.store_at(host, port)
+            await self._start_store()
             self._recorder.event("store_restarted", cause="its process ended")
 
         self._owner.spawn(again())

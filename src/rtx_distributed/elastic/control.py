@@ -29,7 +29,6 @@ from rtx_distributed.elastic.channel import Channel
 from rtx_distributed.elastic.gate import Gate
 from rtx_distributed.elastic.generation import Generation
 from rtx_distributed.elastic.inject import EventInjector
-from rtx_distributed.elastic.resolution import Report
 from rtx_distributed.errors import CommError, RtxError, Where
 from rtx_distributed.metrics import StepRow
 
@@ -384,9 +383,9 @@ class Control:
         phase, step = self._place
         self._channel.send(m.Broken(self._number, f"{type(error).__name__}: {error}", step, phase))
 
-    def report(self, report: Report) -> None:
+    def report(self) -> None:
         """Says where this worker stands, now that it stands still."""
-        self._channel.send(m.Reported(self._number, report))
+        self._channel.send(m.Reported(self._number, self.gate.report()))
 
     def received(self, number: int, *, committed: int, size: int, senders: int) -> None:
         """Says that this newcomer holds the state of the others."""

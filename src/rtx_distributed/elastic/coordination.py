@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from rtx_distributed.elastic import membership as ms
-from rtx_distributed.elastic.coordinator import Answer, Happened, Take, encode
-from rtx_distributed.elastic.messages import FrameReader, MalformedFrame
+from rtx_distributed.elastic.coordinator import Answer, Happened, Take
+from rtx_distributed.elastic.messages import FrameReader, MalformedFrame, encode
 from rtx_distributed.elastic.processes import kill_session, reap
 from rtx_distributed.errors import RtxError
 
@@ -63,11 +63,6 @@ class Coordination(asyncio.Protocol):
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Of the coordinator's process."""
-        return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
         """Starts the process and sends what has not been answered."""

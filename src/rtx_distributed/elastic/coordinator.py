@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from rtx_distributed.elastic import membership as ms
 from rtx_distributed.elastic.journal import Journal
-from rtx_distributed.elastic.messages import HEADER, FrameReader, MalformedFrame
+from rtx_distributed.elastic.messages import FrameReader, MalformedFrame, encode
 from rtx_distributed.elastic.processes import die_with_parent
 
 _READ = 1 << 18
@@ -87,12 +87,6 @@ class Coordinator:
             self._journal.write("scale", target=state.target)
         self.state = state
         return decisions
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """``message`` as a frame."""
-    body = msgspec.msgpack.encode(message)
-    return HEADER.pack(len(body)) + body
 
 
 def main() -> None:

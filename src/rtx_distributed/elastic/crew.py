@@ -54,7 +54,6 @@ class Crew:
         job: see there.
         recorder: hears the workers.
         on_death: called with a worker and its exit code (minus a signal's number; None: unknown).
-        on_store: called with the store's address when there is one.
         on_store_death: called with the store's exit code.
         on_signal: called with -1 and a signal's number when warm parent or store received one.
     """
@@ -65,7 +64,6 @@ class Crew:
         *,
         recorder: Recorder,
         on_death: Callable[[Worker, int | None], None],
-        on_store: Callable[[str, int], None],
         on_store_death: Callable[[int | None], None],
         on_signal: Callable[[int, int], None],
     ) -> None:
@@ -76,7 +74,6 @@ class Crew:
         self._job = job
         self._recorder = recorder
         self._on_death = on_death
-        self._on_store = on_store
         self._on_store_death = on_store_death
         self._on_signal = on_signal
         self._token = secrets.token_hex(16)
@@ -98,15 +95,12 @@ class Crew:
         return self._logs / f"worker-{number}.log"
 
     async def start(self) -> None:
-        """Starts the warm parent and the store.
+        """Starts the warm parent.
 
         Raises:
-            NurseryError: one of them could not be started.
+            NurseryError: it could not be started.
         """
         await self._start_nursery()
-        if self._job.store:
-            host, port = await self.start_store()
-            self._on_store(host, port)
 
     async def _start_nursery(self) -> None:
         await self._nursery.start(preload=self._job.preload, log=self._logs / "warm-parent.log")

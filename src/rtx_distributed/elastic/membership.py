@@ -621,12 +621,9 @@ def _on_broken(state: State, event: Broken) -> Outcome:
 
 
 def _recover(state: State, *, cause: str) -> Outcome:
-    """A member was lost or its step failed: all that are left freeze. Those that have frozen and
-    reported in this generation stand still, and need not again."""
+    """A member was lost or its step failed: all that are left freeze, and report again."""
     if state.stage in ("freezing", "draining"):
         return _advance(state)
-    if state.stage not in ("settling", "short", "serving"):
-        state = _unreported(state)
     # What newcomers have been given is of a generation that has ended.
     people = tuple(
         replace(p, frozen=False, served=False, received=None, copying=False, caught_up=False)
@@ -650,9 +647,6 @@ def _on_reported(state: State, event: Reported) -> Outcome:
     if not state.is_member(event.worker) or state.stage in ("gathering", "freezing"):
         return state, ()
     state = _put(state, replace(known, report=event.report))
-    if state.stage == "training":
-        # Its own loop has come to the boundary before the request to stop there came back.
-        return state, ()
     return _advance(state)
 
 
@@ -819,9 +813,7 @@ def _on_left(state: State, event: Left) -> Outcome:
         return state, ()
     state = _put(state, replace(known, finished=True))
     state, done = _finish(state)
-    if done or state.stage not in ("freezing", "draining", "yielding", "settling"):
-        return state, done
-    return _advance(state) if state.members else (state, ())
+    return (state, done) if done else _advance(state)
 
 
 def _finish(state: State) -> Outcome:

@@ -119,7 +119,6 @@ class _Supervisor:
             job,
             recorder=self._recorder,
             on_death=self._on_death,
-            on_store=self._on_store,
             on_store_death=self._on_store_death,
             on_signal=self._on_signal,
         )
@@ -468,9 +467,6 @@ class _Supervisor:
                 cause=first.cause,
             )
         )
-
-    def _on_store(self, host: str, port: int) -> None:
-        self._conductor.store_at(host, port)
 
     def _on_store_death(self, code: int | None) -> None:
         if self._recorder.finished:

@@ -73,7 +73,6 @@ class Loop:
     _open: Step | None = field(init=False, default=None)
     _attempt: int = field(init=False, default=0)
     _entered: bool = field(init=False, default=False)
-    _due: bool = field(init=False, default=False)
     _checked: tuple[int, ...] = field(init=False, default=())
 
     @property
@@ -136,7 +135,7 @@ class Loop:
             self._stop()
             return True
         self._entered = True
-        if self._due and (left := self._at_boundary()) is not None:
+        if self._gate.boundary < _BOUNDARY_DONE and (left := self._at_boundary()) is not None:
             return left
         stream = self.source.batches(self._my_slots(self.state.step))
         while self.state.step < self.plan.steps:
@@ -173,7 +172,6 @@ class Loop:
             self._say_redo(outcome)
             return
         self._attempt = 0
-        self._due = True
         self._record(step, outcome, seconds)
 
     # A change of the members.
@@ -193,14 +191,13 @@ class Loop:
         self.state = state
         self._open = None
         self._attempt = 0
-        self._due = self._entered = False
+        self._entered = False
         self._gate.stand(state.step, boundary=_BOUNDARY_DONE)
 
     def enter(self, resolution: Resolution) -> None:
         """Goes on where all members of a generation agree to; a newcomer begins there."""
         self._open = None
         self._attempt = resolution.attempt
-        self._due = resolution.action == "apply" or resolution.boundary < _BOUNDARY_DONE
         boundary = 0 if resolution.action == "apply" else resolution.boundary
         self._entered = True
         self._gate.stand(self.state.step, attempts=self._attempt, boundary=boundary)
@@ -302,7 +299,6 @@ class Loop:
                 self._stop()
                 return True
             gate.boundary = _BOUNDARY_DONE
-        self._due = False
         return None
 
     def _evaluate(self) -> bool:

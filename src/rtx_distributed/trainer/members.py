@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from rtx_distributed.checkpoint.layout import TensorSpec
 from rtx_distributed.checkpoint.write import DTYPES
 from rtx_distributed.elastic import messages as m
 from rtx_distributed.elastic.gate import Interrupted
+from rtx_distributed.elastic.generation import Generation
 from rtx_distributed.elastic.resolution import Resolution
 from rtx_distributed.elastic.worker import loses_device
 from rtx_distributed.engine import RowMaker
@@ -106,7 +106,7 @@ class RunMembers:
             self._copy.end()
             self._copy = None
         if planned:
-            control.report(control.gate.report())
+            control.report()
         while True:
             order = control.next_order()
             number = self.session.generation.number
@@ -117,29 +117,34 @@ class RunMembers:
                 continue  # of a generation that this worker has left behind
             elif isinstance(order, m.AbortGeneration):
                 self.session.drain()
-                control.report(control.gate.report())
+                control.report()
             elif isinstance(order, m.Settle):
                 work.carry_out(order.resolution)
-                control.report(control.gate.report())
+                control.report()
             elif isinstance(order, m.Serve):
                 self._serve(order, work)
 
     def _take_up(self, work: Work, order: m.Announce) -> Regrouped | None:
         """Goes into the generation that was announced; None where it broke while it formed."""
-        resolution, session = order.resolution, self.session
-        work.carry_out(resolution)
+        work.carry_out(order.resolution)
+        if not self._join(order.generation):
+            return None
+        if order.resolution.action == "start":
+            raise StartOver
+        return Regrouped(self.session.communicator, self.rows(), order.resolution)
+
+    def _join(self, generation: Generation) -> bool:
+        """Goes into ``generation``; False where it broke while it formed."""
         self._resolved = time.monotonic()
         try:
-            session.join(order.generation)
-            self._formed = time.monotonic()
-            if resolution.action == "start":
-                raise StartOver
+            self.session.join(generation)
         except CommError as error:
             self.broke(error)
-            return None
+            return False
         finally:
-            self.layout.rebind(session.communicator)
-        return Regrouped(session.communicator, self.rows(), resolution)
+            self.layout.rebind(self.session.communicator)
+        self._formed = time.monotonic()
+        return True
 
     def _serve(self, order: m.Serve, work: Work) -> None:
         tensors = self.layout.tensors()
@@ -206,7 +211,7 @@ class RunMembers:
                         return order.resolution, order.resolution.action != "start"
                 elif isinstance(order, m.AbortGeneration):
                     session.drain()
-                    control.report(control.gate.report())
+                    control.report()
                 elif isinstance(order, m.Serve):
                     self._serve(order, work)
                 # A newcomer that gains nothing is given the rest while the members wait.
@@ -228,14 +233,7 @@ class RunMembers:
             control.gate.committed = None  # what was received of others is of no use any more
         elif held is not None:
             control.gate.stand(held.committed, attempts=order.resolution.attempt)
-        with contextlib.suppress(CommError):
-            self._resolved = time.monotonic()
-            self.session.join(order.generation)
-            self.layout.rebind(self.session.communicator)
-            self._formed = time.monotonic()
-            return True
-        control.broken(CommError("the generation broke while it formed"))
-        return False
+        return self._join(order.generation)
 
     def _ensure(self, name: str, spec: TensorSpec) -> Any:
         return ensure_tensor(

@@ -256,5 +256,5 @@ def _next_generation(control: Control, error: CommError) -> Generation:
         control.broken(error)
     while not isinstance(order := control.next_order(), m.Announce):
         if isinstance(order, m.AbortGeneration):
-            control.report(control.gate.report())
+            control.report()
     return order.generation

@@ -14,7 +14,6 @@ import contextlib
 import hmac
 import queue
 import socket
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +25,10 @@ import xxhash
 
 from rtx_distributed.checkpoint.layout import Chunk, TensorSpec, assign, grid
 from rtx_distributed.checkpoint.write import chunk_bytes, specs_of
+from rtx_distributed.elastic.messages import HEADER, MAX_FRAME, OversizedFrame, encode
 from rtx_distributed.errors import CommError, ResumeError
 from rtx_distributed.parallel import Replicate, Update
 
-_LENGTH = struct.Struct(">I")
-_BOUND = 64 << 20
 _CONNECT_S = 5.0
 _SILENCE_S = 10.0  # of the other side, in the middle of a part
 _MOVING_S = 600.0  # between two steps of a moving copy
@@ -505,13 +503,16 @@ def _connected(address: str) -> Any:
 
 
 def _send(sock: socket.socket, message: Any) -> None:
-    body = msgspec.msgpack.encode(message)
-    sock.sendall(_LENGTH.pack(len(body)) + body)
+    try:
+        frame = encode(message)
+    except OversizedFrame as error:
+        raise CommError(str(error)) from error
+    sock.sendall(frame)
 
 
 def _receive(sock: socket.socket) -> bytearray:
-    length = _LENGTH.unpack(_read(sock, _LENGTH.size))[0]
-    if length > _BOUND:
+    length = HEADER.unpack(_read(sock, HEADER.size))[0]
+    if length > MAX_FRAME:
         raise CommError(f"a message of {length} bytes")
     return _read(sock, length)
 
