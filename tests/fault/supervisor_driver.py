@@ -32,6 +32,9 @@ class FolderPublisher:
     def discard(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
+    def discard_older(self, generation: int) -> None:
+        pass
+
     def set_aside(self, step: int) -> list[Path]:
         return []
 

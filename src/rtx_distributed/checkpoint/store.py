@@ -22,6 +22,7 @@ from rtx_distributed.errors import CheckpointError, RunFolderError
 
 FOLDER = "checkpoints"
 _STEP = re.compile(r"step-(\d{8,})")
+_ATTEMPT = re.compile(r"\.tmp-g(\d+)-")
 
 
 def step_name(step: int) -> str:
@@ -73,9 +74,15 @@ def candidates(run_dir: Path) -> list[Candidate]:
     return sorted(found, key=lambda c: c.step, reverse=True)
 
 
+def attempt_generation(name: str) -> int | None:
+    """The generation in the name of an attempt's folder; None for any other name."""
+    match = _ATTEMPT.match(name)
+    return int(match[1]) if match else None
+
+
 def unfinished(run_dir: Path) -> list[Path]:
     """Attempts that never became a checkpoint."""
-    return [p for p in _children(run_dir / FOLDER) if p.name.startswith(".tmp-g")]
+    return [p for p in _children(run_dir / FOLDER) if attempt_generation(p.name) is not None]
 
 
 @dataclass(frozen=True, slots=True)

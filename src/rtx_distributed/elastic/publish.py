@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -30,7 +30,8 @@ class Publisher(Protocol):
         """
 
     def clean(self) -> None:
-        """Removes what an earlier process left half-done; called once, with the lock held."""
+        """Removes what is half-done; called with the lock held, before anybody writes and when
+        nobody does any more."""
 
     def set_aside(self, step: int) -> list[Path]:
         """Takes the checkpoints of more than ``step`` steps out of the way, and names them.
@@ -41,6 +42,9 @@ class Publisher(Protocol):
 
     def discard(self, folder: Path) -> None:
         """Removes an attempt."""
+
+    def discard_older(self, generation: int) -> None:
+        """Removes all attempts of generations before ``generation``."""
 
     def newest(self) -> Path | None:
         """The newest valid checkpoint; None where there is none."""
@@ -86,22 +90,36 @@ class CheckpointCollector:
             return
         del self._attempts[shard.step]
         in_order = [attempt.shards[member.worker] for member in members]
-        task = asyncio.get_running_loop().create_task(self._finish(shard.step, attempt, in_order))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._spawn(self._finish(shard.step, attempt, in_order))
 
-    def drop_unfinished(self) -> None:
-        """The members have changed: what not all have written is given up. Whoever is left writes
-        anew, into another folder, and nobody writes into these any more."""
-        for attempt in self._attempts.values():
-            with contextlib.suppress(OSError):
-                self._publisher.discard(Path(attempt.folder))
+    def drop_unfinished(self, generation: int) -> None:
+        """The members have changed: what not all have written is given up, also where a member
+        died before anybody could report. Whoever is left writes anew, into ``generation``'s
+        folders. Complete attempts are published first: the lock is handed on in order."""
         self._attempts.clear()
+        self._spawn(self._drop_older(generation))
 
     async def settle(self, limit_s: float) -> None:
         """Waits for what is being published."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=limit_s)
+
+    def close(self) -> None:
+        """Nobody writes any more: what was begun and not published goes, also what a member that
+        was given up wrote after its generation."""
+        if not self._tasks:
+            with contextlib.suppress(OSError):
+                self._publisher.clean()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _drop_older(self, generation: int) -> None:
+        async with self._one_at_a_time:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self._publisher.discard_older, generation)
 
     async def _finish(self, step: int, attempt: _Attempt, shards: list[m.ShardWritten]) -> None:
         folder = Path(attempt.folder)

@@ -181,7 +181,7 @@ class Recorder:
         """A generation, which is in the journal, begins: its members hear of it."""
         self._generation = form.generation
         self._sizes[form.generation.number] = form.generation.world_size
-        self._checkpoints.drop_unfinished()
+        self._checkpoints.drop_unfinished(form.generation.number)
         self._files.workers(form.generation)
         self.event("generation", world_size=form.generation.world_size, cause=form.cause)
         for member in form.generation.members:
@@ -234,6 +234,7 @@ class Recorder:
             exit_code: of the run.
             cause: how it ended.
         """
+        self._checkpoints.close()
         self._write_rows(now=float("inf"))
         self.event("end", cause=cause, exit_code=exit_code)
         if orderly:

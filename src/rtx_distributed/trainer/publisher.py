@@ -11,10 +11,12 @@ from rtx_distributed.checkpoint.publish import drop, publish
 from rtx_distributed.checkpoint.store import (
     FOLDER,
     apply_retention,
+    attempt_generation,
     candidates,
     collect_garbage,
     set_aside_above,
     step_name,
+    unfinished,
 )
 from rtx_distributed.checkpoint.verify import verify
 from rtx_distributed.elastic.messages import ShardWritten
@@ -58,6 +60,11 @@ class RunPublisher:
 
     def discard(self, folder: Path) -> None:
         drop(folder)
+
+    def discard_older(self, generation: int) -> None:
+        for folder in unfinished(self._run_dir):
+            if (attempt_generation(folder.name) or 0) < generation:
+                drop(folder)
 
     def newest(self) -> Path | None:
         for candidate in candidates(self._run_dir):

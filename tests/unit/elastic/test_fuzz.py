@@ -91,6 +91,8 @@ class Publisher:
 
     def discard(self, folder: Path) -> None: ...
 
+    def discard_older(self, generation: int) -> None: ...
+
     def set_aside(self, step: int) -> list[Path]:
         return []
 

@@ -36,6 +36,9 @@ class FolderPublisher:
     def discard(self, folder: Path) -> None:
         shutil.rmtree(folder)
 
+    def discard_older(self, generation: int) -> None:
+        pass
+
     def set_aside(self, step: int) -> list[Path]:
         return []
 
