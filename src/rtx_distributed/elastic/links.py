@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import os
+import socket
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,6 +15,7 @@ import msgspec
 from rtx_distributed.elastic import messages as m
 
 _HELLO_S = 10.0
+_READ = 1 << 18
 
 
 class Receiver(Protocol):
@@ -87,9 +91,21 @@ class Link(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if error is not None:
+            self._hear_the_rest()
         if self._worker is not None:
             self._receiver.disconnected(self._worker, self)
         self.ended.set()
+
+    def _hear_the_rest(self) -> None:
+        """A write that failed ends the connection before what had come by then was read: the last
+        words of a worker that has died."""
+        assert self._transport is not None
+        descriptor = self._transport.get_extra_info("socket").fileno()
+        with socket.socket(fileno=os.dup(descriptor)) as sock, contextlib.suppress(OSError):
+            sock.setblocking(False)
+            while data := sock.recv(_READ):
+                self.data_received(data)
 
     def _greet(self, hello: m.Hello) -> None:
         _check(hello, token=self._token, expected=self._expected)
